@@ -1,0 +1,39 @@
+# Two commands do everything: `make demo` and `make test`. Both set up .venv on first use.
+# TORCH is the torch requirement; pin or narrow it where a smaller build lies at hand, for example
+#   make test TORCH=torch==2.13.0
+TORCH ?= torch>=2.11
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint clean
+
+demo: .venv/.base
+	@echo "== The demo model answers (first use fetches 93 MB) =="
+	$(BIN)/python -m runtime demo --prompt "What is the capital of France? Tell me one thing about it." --max-tokens 48
+	@echo "== What a token costs =="
+	$(BIN)/python -m bench latency --model demo --prompt-len 64 --gen-len 32 --batch 1 --reps 3 --warmup 1
+
+test: .venv/.test
+	@echo "== Lint =="
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@echo "== Types =="
+	$(BIN)/mypy
+	@echo "== Tests =="
+	$(BIN)/python -m pytest
+
+.venv/.base: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quartet needs Python 3.11 or newer; set PYTHON=/path/to/python")'
+	@echo "== Setting up .venv ($(TORCH)); the first time takes some minutes =="
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install --editable .
+	@touch $@
+
+.venv/.test: .venv/.base
+	@echo "== Adding the test extras =="
+	$(BIN)/python -m pip install --editable ".[test]"
+	@touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

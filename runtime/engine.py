@@ -1,0 +1,187 @@
+"""Owns the loop: admit, prefill, decode, sample, commit, emit. Speaks token ids, never text; one thread calls it.
+
+Does not own the model (handed in), the slots' bookkeeping (scheduler), device state and the step (decode_step) or the draw
+(sampling).
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from runtime.config import EngineConfig
+from runtime.decode_step import WIDTH, Model, SlotState, decode_step, draw, pack
+from runtime.errors import ContextLengthError, DeviceError, RequestError
+from runtime.kv_cache import KVCache
+from runtime.ops import load_ops
+from runtime.pinned import Landing, PinnedRing
+from runtime.request import Request, TokenEvent
+from runtime.sampling import variant
+from runtime.scheduler import Running, Scheduler
+
+NOT_FINITE_MESSAGE = "the model's logits are not finite; a float16 run of a bfloat16 checkpoint overflows: use --dtype bfloat16"
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """Tokens that have been enqueued and not yet read: one for each of `rows`."""
+
+    rows: list[Running]
+    landing: Landing
+
+
+class Engine:
+    """Continuous batching over the slots of one model. Each `step` plays at most one prompt chunk and one decode step.
+
+    Args:
+        model: the decoder; the engine's cache and state live on its device.
+        config: settled by `runtime.device.resolve`: no "auto" left, max_len set.
+
+    Raises:
+        OutOfMemoryError: the KV cache does not fit.
+        ConfigError: no such ops set.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        assert config.max_len is not None
+        self.config = config
+        self.model = model
+        self.max_len = config.max_len
+        self.ops = load_ops(config.ops)
+        self.cache = KVCache.allocate(
+            model.num_layers, config.max_slots, model.num_kv_heads, self.max_len, model.head_dim, model.dtype, model.device
+        )
+        self.state = SlotState.allocate(config.max_slots, model.device)
+        self._scheduler = Scheduler(config.max_slots, self.max_len)
+        self._slot_of_row = torch.full((config.max_slots,), -1, dtype=torch.int32, device=model.device)
+        self._rows: list[Running] = []  # what _slot_of_row says now
+        self._uploads = PinnedRing(WIDTH, model.device)
+        self._readback = PinnedRing(config.max_slots, model.device)
+        self._flights: deque[_Flight] = deque()
+        # On CUDA step n+1 is enqueued before step n's tokens are read; the CPU computes in the call, so nothing can run ahead.
+        self._run_ahead = 1 if model.device.type == "cuda" else 0
+        self._cancelled: list[TokenEvent] = []
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to tell."""
+        return bool(self.num_running or self.num_waiting or self._flights or self._cancelled)
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never run here; safe to call from any thread.
+
+        Raises:
+            RequestError: a token id outside the vocabulary.
+            ContextLengthError: the prompt leaves no room for a token.
+        """
+        for name, ids in (("prompt", request.prompt_ids), ("stop_token_ids", request.end_ids)):
+            for token in ids:
+                if not 0 <= token < self.model.vocab_size:
+                    raise RequestError(f"token id {token} is outside the vocabulary of 0 to {self.model.vocab_size - 1}", name)
+        if len(request.prompt_ids) >= self.max_len:
+            raise ContextLengthError(
+                f"the prompt has {len(request.prompt_ids)} tokens and the context holds {self.max_len}, the answer included; "
+                f"shorten the prompt to at most {self.max_len - 1} tokens",
+                "prompt",
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its tokens come from later steps. The answer is cut at the end of the context. Raises as `check`."""
+        self.check(request)
+        self._scheduler.submit(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request wherever it is: its slot is free for the next step, which tells one last event. Unknown ids pass."""
+        if self._scheduler.cancel(request_id):
+            self._cancelled.append(TokenEvent(request_id, None, "cancelled"))
+
+    def generate(self, requests: Iterable[Request]) -> dict[str, list[int]]:
+        """Run requests to their end; the ids produced, by request id. For scripts and tests; servers call `step`.
+
+        Raises:
+            RequestError: as `submit`, or a request that ended with an error.
+        """
+        tokens: dict[str, list[int]] = {}
+        for request in requests:
+            self.submit(request)
+            tokens[request.id] = []
+        while self.has_work:
+            for event in self.step():
+                if event.finish == "error":
+                    raise RequestError(f"request {event.request_id}: {event.message}")
+                if event.token is not None:
+                    tokens[event.request_id].append(event.token)
+        return tokens
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        """Admit, compute one prompt chunk, decode one token a row, and tell what has landed.
+
+        Raises:
+            DeviceError: the device failed; the engine must be dropped.
+        """
+        events, self._cancelled = self._cancelled, []
+        try:
+            for running in self._scheduler.admit():
+                self._uploads.upload(pack(running.request, running.limit), self.state.packed[running.slot])
+            prefilling = self._scheduler.next_prefill()
+            if prefilling is not None:
+                self._prefill(prefilling)
+                if prefilling.decoding:  # its first token is out: tell it before the next step is built
+                    events += self._commit(0)
+            decoding = self._scheduler.decoding()
+            if decoding:
+                self._decode(decoding)
+            events += self._commit(self._run_ahead if decoding else 0)
+        except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
+            raise DeviceError(f"the device failed during a step: {str(error).splitlines()[0]}") from error
+        return events
+
+    def _prefill(self, running: Running) -> None:
+        """Enqueue one chunk of a prompt, and the first token behind the last chunk."""
+        prompt = running.request.prompt_ids
+        start = running.prefilled
+        chunk = prompt[start : start + self.config.prefill_chunk]
+        host_ids = torch.tensor(chunk, dtype=torch.int64, pin_memory=self.model.device.type == "cuda")
+        ids = host_ids.to(self.model.device, non_blocking=True)
+        hidden = self.model.prefill(ids, start, running.slot, self.cache)
+        running.prefilled += len(chunk)
+        if running.decoding:
+            slots = torch.full((1,), running.slot, dtype=torch.int32, device=self.model.device)
+            index = torch.full_like(slots, len(prompt))
+            tokens = draw(self.model.logits(hidden[-1:]), slots, self.state, index, variant([running.request.params]))
+            self._flights.append(_Flight([running], self._readback.download(tokens)))
+
+    def _decode(self, rows: list[Running]) -> None:
+        """Enqueue one decode step; slots cross to the device only when the batch has changed."""
+        if rows != self._rows:
+            self._uploads.upload([r.slot for r in rows], self._slot_of_row)
+            self._rows = rows
+        slot_of_row = self._slot_of_row[: len(rows)]
+        kind = variant([r.request.params for r in rows])
+        tokens = decode_step(self.model, self.ops, self.cache, self.state, slot_of_row, kind)
+        self._flights.append(_Flight(rows, self._readback.download(tokens)))
+
+    def _commit(self, leave: int) -> list[TokenEvent]:
+        """Read flights until `leave` are in the air. Tokens behind a request's end are dropped."""
+        events = []
+        while len(self._flights) > leave:
+            flight = self._flights.popleft()
+            for running, token in zip(flight.rows, flight.landing.wait(), strict=True):
+                if running.finish is not None:
+                    continue
+                finish = self._scheduler.commit(running, token)
+                if finish == "error":
+                    events.append(TokenEvent(running.request.id, None, finish, NOT_FINITE_MESSAGE))
+                else:
+                    events.append(TokenEvent(running.request.id, token, finish))
+        return events

@@ -1,0 +1,94 @@
+"""Owns the unfused path: one launch for each operation, 15 a layer on CUDA (17 with per-head q and k norms). The oracle of the
+fused path. Does not own the one-operation Triton kernels, which stand in files of their own beside their torch twins.
+
+Torch and cuBLAS where they have one launch for the operation; on the CPU every call is torch alone.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.ops import Attention, Linear, Rows
+from runtime.ops.attention import AttentionWorkspace, attention_torch, decode_attention
+from runtime.ops.cache_write import cache_write, cache_write_torch
+from runtime.ops.rope import rope, rope_torch
+from runtime.ops.silu_mul import silu_mul, silu_mul_torch
+
+LM_HEAD_ROWS = 8192
+"""Vocabulary rows the CPU upcasts at a time: logits in float32 without a float32 copy of the LM head."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, float32 sums, rounded once. One launch on CUDA. Source: arXiv 1910.07467."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def float32_logits(x: Tensor, lm_head: Linear) -> Tensor:
+    """x `[N, C]` -> `[N, V]` float32, the products summed in float32 and never rounded to x's dtype. Prefill's too."""
+    if x.dtype == torch.float32:
+        return F.linear(x, lm_head.weight)
+    if x.is_cuda:
+        return torch.mm(x, lm_head.weight.t(), out_dtype=torch.float32)
+    parts = [F.linear(x.float(), rows.float()) for rows in lm_head.weight.split(LM_HEAD_ROWS)]
+    return torch.cat(parts, dim=-1)
+
+
+class UnfusedOps:
+    """The seam's calls, each operation a launch of its own. Numbers in the docstrings count a layer's launches on CUDA."""
+
+    name = "unfused"
+
+    def __init__(self) -> None:
+        self._workspaces: dict[tuple[int, int, int, int], AttentionWorkspace] = {}
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        return F.embedding(ids, table)
+
+    def norm_qkv_rope(
+        self, x: Tensor, norm: Tensor, qkv: Linear, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """1 norm, 2 q, 3 k, 4 v, (per-head q norm, k norm: two more where the model has them,) 5 rope, 6 cache write."""
+        spec = attention
+        sizes = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
+        weights = qkv.weight.split(sizes)
+        biases = qkv.bias.split(sizes) if qkv.bias is not None else (None, None, None)
+        h = rms_norm(x, norm, spec.eps)
+        q, k, v = (F.linear(h, w, b).view(len(x), -1, spec.head_dim) for w, b in zip(weights, biases, strict=True))
+        if spec.q_norm is not None and spec.k_norm is not None:
+            q, k = rms_norm(q, spec.q_norm, spec.eps), rms_norm(k, spec.k_norm, spec.eps)
+        if x.is_cuda:
+            rope(q, k, spec, rows.positions)
+            cache_write(k, v, rows, k_cache, v_cache)
+        else:
+            cos, sin = spec.cos[rows.positions], spec.sin[rows.positions]
+            q, k = rope_torch(q, cos, sin), rope_torch(k, cos, sin)
+            cache_write_torch(k, v, rows, k_cache, v_cache)
+        return q
+
+    def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """7 attention."""
+        if not q.is_cuda:
+            return attention_torch(q, attention, rows, k_cache, v_cache)
+        return decode_attention(q, attention, rows, k_cache, v_cache, self._workspace(q, attention))
+
+    def proj_residual(self, a: Tensor, proj: Linear, x: Tensor) -> Tensor:
+        """8 output projection, 9 add; and again as 14 down projection, 15 add."""
+        return x + F.linear(a, proj.weight, proj.bias)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, gate_up: Linear, eps: float) -> Tensor:
+        """10 norm, 11 gate, 12 up, 13 SiLU * up."""
+        h = rms_norm(x, norm, eps)
+        biases = gate_up.bias.chunk(2) if gate_up.bias is not None else (None, None)
+        gate, up = (F.linear(h, w, b) for w, b in zip(gate_up.weight.chunk(2), biases, strict=True))
+        return silu_mul(gate, up) if x.is_cuda else silu_mul_torch(gate, up)
+
+    def norm_lm_head(self, x: Tensor, norm: Tensor, lm_head: Linear, eps: float) -> Tensor:
+        return float32_logits(rms_norm(x, norm, eps), lm_head)
+
+    def _workspace(self, q: Tensor, spec: Attention) -> AttentionWorkspace:
+        """Made at the first step of a batch size, then kept: its counters must stay zero between launches."""
+        key = (len(q), spec.heads, spec.kv_heads, spec.head_dim)
+        if key not in self._workspaces:
+            processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+            self._workspaces[key] = AttentionWorkspace.make(len(q), spec, q.device, processors)
+        return self._workspaces[key]

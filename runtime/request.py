@@ -1,0 +1,114 @@
+"""Owns what goes into the engine and what comes out: token ids and plain values. Does not own text or tensors.
+
+Everything here is picklable, so that a process boundary could stand where today a thread does.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runtime.errors import RequestError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+MAX_END_IDS = 16
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow float32 logits."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are drawn. Filters apply in the order temperature, top_k, top_p, min_p.
+
+    Attributes:
+        temperature: divides the logits; below 1e-5 the draw is greedy (ties go to the lowest id).
+        top_k: keep the k largest logits; 0 or -1 keeps all.
+        top_p: keep the smallest set of largest probabilities that reaches top_p, the crossing one included; 1 keeps all.
+        min_p: keep probabilities of at least min_p times the largest; 0 keeps all.
+        seed: fixes the random numbers, whatever else runs beside; any 64-bit integer.
+        choice: which of several answers to the same prompt this is; part of the random numbers' key.
+
+    Raises:
+        RequestError: a value outside these ranges; `param` names it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    choice: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature is {self.temperature}; it must be a finite number, 0 or above", "temperature")
+        if not 0 <= self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}; it must lie between 0 and 1", "top_p")
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p is {self.min_p}; it must lie between 0 and 1", "min_p")
+        if self.top_k < -1:
+            raise RequestError(f"top_k is {self.top_k}; it must be -1 or 0 (off) or above", "top_k")
+        if not -(2**63) <= self.seed < 2**64:
+            raise RequestError(f"seed is {self.seed}; it must fit in 64 bits", "seed")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def filtered(self) -> bool:
+        """Whether any of top_k, top_p, min_p can drop a token."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue.
+
+    Attributes:
+        id: unique among the requests in the engine.
+        prompt_ids: at least one token id, each inside the vocabulary (the engine checks).
+        params: how tokens are drawn.
+        max_tokens: tokens to produce at most; None runs to the end of the context, and so does a value past it.
+        min_tokens: tokens before which no end id can be drawn.
+        end_ids: ids that end the answer, at most 16; the id itself is produced and counted.
+
+    Raises:
+        RequestError: empty prompt, counts below their least values, or more than 16 end ids.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise RequestError("the prompt has no tokens; give at least one", "prompt")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}; it must be 1 or above", "max_tokens")
+        if self.min_tokens < 0:
+            raise RequestError(f"min_tokens is {self.min_tokens}; it must be 0 or above", "min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens")
+        if len(self.end_ids) > MAX_END_IDS:
+            raise RequestError(f"{len(self.end_ids)} end ids given; at most {MAX_END_IDS} are allowed", "stop_token_ids")
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What the engine tells of one request in one step.
+
+    Attributes:
+        request_id: whose token it is.
+        token: the id produced, or None when the event only ends the request (cancelled, error).
+        finish: why the request ended with this event, or None while it runs.
+        message: what went wrong, with finish "error".
+    """
+
+    request_id: str
+    token: int | None
+    finish: FinishReason | None = None
+    message: str | None = None
