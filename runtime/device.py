@@ -6,7 +6,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, OpsName, Switch
 from runtime.errors import ConfigError
 
 
@@ -18,7 +18,8 @@ def resolve(config: EngineConfig, stored_dtype: str) -> tuple[EngineConfig, list
         stored_dtype: the checkpoint's dtype, which "auto" keeps.
 
     Returns:
-        The config without any "auto" in those five fields, and one sentence for each choice made.
+        The config without any "auto" in those five fields, and one sentence for each choice made. Only graph stays "auto" on
+        CUDA: on, unless a capture fails.
 
     Raises:
         ConfigError: an explicit wish that this machine cannot meet.
@@ -35,14 +36,24 @@ def resolve(config: EngineConfig, stored_dtype: str) -> tuple[EngineConfig, list
         raise ConfigError("running on CUDA needs Triton and it is not installed; `pip install triton` or use --device cpu")
     dtype = stored_dtype if config.dtype == "auto" else config.dtype
     notes.append(f"dtype {dtype}" + (": as stored in the checkpoint" if config.dtype == "auto" else ""))
-    if config.ops == "fused":
-        raise ConfigError("ops fused was asked for and this build has no fused kernels; use --ops unfused or auto")
-    if config.graph == "on":
-        raise ConfigError("graph on was asked for and this build captures no graphs; use --graph off or auto")
-    if config.pdl == "on":
-        raise ConfigError("pdl on was asked for and only fused kernels can use it; use --pdl off or auto")
-    notes.append("ops unfused, graph off: this build has the reference path only")
-    return replace(config, device=device, dtype=dtype, ops="unfused", graph="off", pdl="off"), notes
+    fast = device == "cuda"
+    for field, wish, what in (
+        ("ops", "fused", "fused kernels run"),
+        ("graph", "on", "graphs are captured"),
+        ("pdl", "on", "PDL works"),
+    ):
+        if not fast and getattr(config, field) == wish:
+            raise ConfigError(f"{field} {wish} was asked for and {what} only on a CUDA device; use --{field} auto")
+    ops: OpsName = config.ops if config.ops != "auto" else "fused" if fast else "unfused"
+    graph: Switch = config.graph if config.graph != "auto" or fast else "off"
+    hopper = fast and torch.cuda.get_device_capability() >= (9, 0)
+    if config.pdl == "on" and not hopper:
+        raise ConfigError(
+            f"pdl on was asked for and {describe(torch.device(device))} has none (Hopper and newer do); use --pdl auto"
+        )
+    pdl: Switch = "on" if hopper and config.pdl != "off" else "off"
+    notes.append(f"ops {ops}, graph {'off' if graph == 'off' else 'on'}, pdl {pdl}" + ("" if fast else ": no CUDA device"))
+    return replace(config, device=device, dtype=dtype, ops=ops, graph=graph, pdl=pdl), notes
 
 
 def free_bytes(device: torch.device) -> int:

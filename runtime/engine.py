@@ -4,6 +4,8 @@ Does not own the model (handed in), the slots' bookkeeping (scheduler), device s
 (sampling).
 """
 
+import logging
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,14 +13,17 @@ from dataclasses import dataclass
 import torch
 
 from runtime.config import EngineConfig
-from runtime.decode_step import WIDTH, Model, SlotState, decode_step, draw, pack
-from runtime.errors import ContextLengthError, DeviceError, RequestError
+from runtime.decode_graph import DecodeGraphs
+from runtime.decode_step import DecodeStep, Model, pack
+from runtime.errors import ConfigError, ContextLengthError, DeviceError, RequestError
 from runtime.kv_cache import KVCache
-from runtime.ops import load_ops
+from runtime.ops import STATE_WIDTH, Rows, SlotState, load_ops
 from runtime.pinned import Landing, PinnedRing
 from runtime.request import Request, TokenEvent
-from runtime.sampling import variant
+from runtime.sampling import VARIANTS, Sampler, variant
 from runtime.scheduler import Running, Scheduler
+
+log = logging.getLogger(__name__)
 
 NOT_FINITE_MESSAGE = "the model's logits are not finite; a float16 run of a bfloat16 checkpoint overflows: use --dtype bfloat16"
 
@@ -48,20 +53,80 @@ class Engine:
         self.config = config
         self.model = model
         self.max_len = config.max_len
-        self.ops = load_ops(config.ops)
         self.cache = KVCache.allocate(
             model.num_layers, config.max_slots, model.num_kv_heads, self.max_len, model.head_dim, model.dtype, model.device
         )
         self.state = SlotState.allocate(config.max_slots, model.device)
+        self.ops_name: str = config.ops
+        self.graph = config.graph != "off"
+        self._sampler = Sampler()
+        self._steps: dict[str, DecodeStep] = {}
+        self._graphs: dict[str, DecodeGraphs] = {}
         self._scheduler = Scheduler(config.max_slots, self.max_len)
         self._slot_of_row = torch.full((config.max_slots,), -1, dtype=torch.int32, device=model.device)
         self._rows: list[Running] = []  # what _slot_of_row says now
-        self._uploads = PinnedRing(WIDTH, model.device)
+        self._uploads = PinnedRing(STATE_WIDTH, model.device)
         self._readback = PinnedRing(config.max_slots, model.device)
         self._flights: deque[_Flight] = deque()
         # On CUDA step n+1 is enqueued before step n's tokens are read; the CPU computes in the call, so nothing can run ahead.
         self._run_ahead = 1 if model.device.type == "cuda" else 0
         self._cancelled: list[TokenEvent] = []
+
+    @property
+    def mode(self) -> tuple[str, bool]:
+        """How decode steps are played now: the ops set's name, and whether graphs are replayed."""
+        return self.ops_name, self.graph
+
+    def prepare(self, every_mode: bool = False) -> dict[str, float]:
+        """Compile every kernel of every ops set this device can run, and capture the mode's graphs; call once, before serving.
+
+        Args:
+            every_mode: capture the other ops set's graphs too; else they are captured when first switched to.
+
+        Returns:
+            Seconds spent: "compile" and "capture".
+
+        Raises:
+            ConfigError: a capture failed and graphs were asked for; with graph "auto" the engine goes on eagerly and logs why.
+        """
+        start = time.perf_counter()
+        if self.model.device.type != "cuda":  # torch has nothing to compile
+            return {"compile": 0.0, "capture": 0.0}
+        names = ["fused", "unfused"]
+        self._warm_prefill()
+        for name in names:
+            self._warm(name)
+        compiled = time.perf_counter()
+        if self.graph:
+            try:
+                for name in names if every_mode else [self.ops_name]:
+                    self._capture(name)
+            except (RuntimeError, DeviceError) as error:
+                if self.config.graph == "on":
+                    raise ConfigError(f"graph on was asked for and the capture failed: {error}; use --graph off") from error
+                log.warning("graphs off: the capture failed (%s); decoding eagerly", error)
+                self.graph = False
+                self._graphs.clear()
+        return {"compile": compiled - start, "capture": time.perf_counter() - compiled}
+
+    def switch(self, ops: str | None = None, graph: bool | None = None) -> float:
+        """Change the mode between two steps; streams go on over the same cache. None keeps what is.
+
+        Returns:
+            Seconds the streams stood still, for graphs captured at a mode's first use.
+
+        Raises:
+            ConfigError: this device cannot play that mode.
+        """
+        ops, graph = ops or self.ops_name, self.graph if graph is None else graph
+        if self.model.device.type != "cuda" and (graph or ops == "fused"):
+            raise ConfigError("fused kernels and graphs need a CUDA device; this engine runs on the CPU, unfused and eager")
+        start = time.perf_counter()
+        if graph and ops not in self._graphs:
+            self._warm(ops)
+            self._capture(ops)
+        self.ops_name, self.graph = ops, graph
+        return time.perf_counter() - start
 
     @property
     def num_running(self) -> int:
@@ -136,8 +201,8 @@ class Engine:
             prefilling = self._scheduler.next_prefill()
             if prefilling is not None:
                 self._prefill(prefilling)
-                if prefilling.decoding:  # its first token is out: tell it before the next step is built
-                    events += self._commit(0)
+                if prefilling.decoding:  # its first token is out: it is told before anything else is launched
+                    return events + self._commit(0)
             decoding = self._scheduler.decoding()
             if decoding:
                 self._decode(decoding)
@@ -157,8 +222,9 @@ class Engine:
         running.prefilled += len(chunk)
         if running.decoding:
             slots = torch.full((1,), running.slot, dtype=torch.int32, device=self.model.device)
-            index = torch.full_like(slots, len(prompt))
-            tokens = draw(self.model.logits(hidden[-1:]), slots, self.state, index, variant([running.request.params]))
+            rows = Rows(slots, torch.full_like(slots, len(prompt) - 1))
+            logits = self.model.logits(hidden[-1:])
+            tokens = self._sampler.draw(logits, rows, self.state, variant([running.request.params]))
             self._flights.append(_Flight([running], self._readback.download(tokens)))
 
     def _decode(self, rows: list[Running]) -> None:
@@ -166,10 +232,40 @@ class Engine:
         if rows != self._rows:
             self._uploads.upload([r.slot for r in rows], self._slot_of_row)
             self._rows = rows
-        slot_of_row = self._slot_of_row[: len(rows)]
         kind = variant([r.request.params for r in rows])
-        tokens = decode_step(self.model, self.ops, self.cache, self.state, slot_of_row, kind)
+        if self.graph:
+            tokens = self._graphs[self.ops_name].replay(len(rows), kind).tokens
+        else:
+            tokens, _ = self.step_of(self.ops_name)(self._slot_of_row[: len(rows)], kind)
         self._flights.append(_Flight(rows, self._readback.download(tokens)))
+
+    def step_of(self, ops: str) -> DecodeStep:
+        """The decode step of one ops set, over this engine's cache and state; its workspace is made once."""
+        if ops not in self._steps:
+            made = load_ops(ops, pdl=self.config.pdl == "on")
+            self._steps[ops] = DecodeStep(self.model, made, self._sampler, self.cache, self.state)
+        return self._steps[ops]
+
+    @torch.inference_mode()
+    def _warm_prefill(self) -> None:
+        """Play one prompt chunk into slot 0, which no request has yet: cuBLAS and SDPA choose and load their kernels."""
+        length = min(self.config.prefill_chunk, self.max_len - 1)
+        ids = torch.zeros(length, dtype=torch.int64, device=self.model.device)
+        self.model.logits(self.model.prefill(ids, 0, 0, self.cache)[-1:])
+
+    @torch.inference_mode()
+    def _warm(self, ops: str) -> None:
+        """Play every batch size on idle rows: kernels are compiled, workspaces made; no cache and no state is touched."""
+        idle = torch.full_like(self._slot_of_row, -1)
+        for batch in range(1, len(idle) + 1):
+            for kind in VARIANTS:
+                self.step_of(ops)(idle[:batch], kind)
+
+    @torch.inference_mode()
+    def _capture(self, ops: str) -> None:
+        graphs = DecodeGraphs(self.step_of(ops), self._slot_of_row)
+        graphs.capture(range(1, self.config.max_slots + 1), VARIANTS)
+        self._graphs[ops] = graphs
 
     def _commit(self, leave: int) -> list[TokenEvent]:
         """Read flights until `leave` are in the air. Tokens behind a request's end are dropped."""

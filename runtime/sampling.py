@@ -1,4 +1,5 @@
-"""Owns the way from logits to tokens on the device, without a host sync. Does not own the slots' parameters (decode_step).
+"""Owns the way from logits to tokens on the device, without a host sync. Does not own the slots' parameters (decode_step) or
+the kernel that plays the plain draws on CUDA (ops.sampler).
 
 Random numbers are Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), one draw for each
 (request, position, id), so a seed fixes a request's numbers whatever else runs beside it.
@@ -10,9 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from runtime.ops import Rows, SlotState
+from runtime.ops.sampler import SamplerScratch, sample_rows
 from runtime.request import GREEDY_BELOW, SamplingParams
 
-Variant = Literal["greedy", "temperature", "filtered"]
+Variant = Literal["plain", "full"]
+"""plain: greedy or temperature. full: filters too."""
+
+VARIANTS: tuple[Variant, ...] = ("plain", "full")
 
 NOT_FINITE = -1
 """The token of a row whose logits hold NaN or +Infinity: the engine ends that request with an error."""
@@ -22,11 +28,26 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 
 
+class Sampler:
+    """Draws a step's tokens: in one launch where no filter is asked for and the device is CUDA, else in torch."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[int, int], SamplerScratch] = {}
+
+    def draw(self, logits: Tensor, rows: Rows, state: SlotState, variant: Variant, pdl: bool = False) -> Tensor:
+        """Logits `[B, V]` float32 of the step's rows -> tokens `[B]` int32, and the slots' state advances; as `draw_torch`."""
+        if not logits.is_cuda or variant == "full":
+            return draw_torch(logits, rows, state, variant)
+        batch, vocab = logits.shape
+        if (batch, vocab) not in self._scratch:
+            self._scratch[batch, vocab] = SamplerScratch.make(batch, vocab, logits.device)
+        out = torch.empty(batch, dtype=torch.int32, device=logits.device)
+        return sample_rows(logits, rows, state, self._scratch[batch, vocab], out, pdl)
+
+
 def variant(params: Sequence[SamplingParams]) -> Variant:
     """The least work that serves every request of a batch; chosen on the host, when the batch changes."""
-    if all(p.greedy for p in params):
-        return "greedy"
-    return "filtered" if any(p.filtered for p in params) else "temperature"
+    return "full" if any(p.filtered for p in params) else "plain"
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
@@ -74,6 +95,40 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     return logits.masked_fill(dropped.gather(1, ids.argsort(dim=-1)), -torch.inf)
 
 
+def draw_torch(logits: Tensor, rows: Rows, state: SlotState, variant: Variant) -> Tensor:
+    """Draw one token a row, at the index behind its position, by its slot's parameters, and advance the slot's state.
+
+    Args:
+        logits: `[B, V]` float32.
+        rows: whose tokens; an idle row's state stays as it is.
+
+    Returns:
+        Tokens `[B]` int32, NOT_FINITE for a row whose logits are not finite (its slot is done).
+    """
+    index = rows.positions + 1
+    at = rows.slots.clamp(min=0).long()
+    ends = state.end_ids[at]  # [B, 16]
+    early = (index < state.min_position[at])[:, None] & (ends >= 0)
+    logits = logits.scatter_add(1, ends.clamp(min=0).long(), torch.where(early, -torch.inf, 0.0))
+    tokens = sample(
+        logits,
+        variant,
+        temperature=state.temperature[at],
+        top_k=state.top_k[at],
+        top_p=state.top_p[at],
+        min_p=state.min_p[at],
+        seed=state.seed[at],
+        choice=state.choice[at],
+        position=index,
+    )
+    live = rows.slots >= 0
+    done = (tokens[:, None] == ends).any(dim=1) | (index >= state.limit[at]) | (tokens < 0)
+    # Idle rows are aimed at slot 0 and must not touch it: their words are added as zero, the live ones as a difference.
+    for words, new in ((state.token, tokens), (state.position, index), (state.done, done.int())):
+        words.index_add_(0, at, torch.where(live, new - words[at], 0))
+    return tokens
+
+
 def sample(
     logits: Tensor,
     variant: Variant,
@@ -93,15 +148,15 @@ def sample(
     seed `[B, 2]`.
     """
     best = logits.amax(dim=-1)
-    if variant == "greedy":
+    greedy = temperature < GREEDY_BELOW
+    if not logits.is_cuda and greedy.all():  # on the CPU this is no sync, and it saves the noise
         scores = logits
     else:
-        greedy = (temperature < GREEDY_BELOW)[:, None]
         scaled = (logits - best[:, None]) / temperature.clamp(min=GREEDY_BELOW)[:, None]
-        if variant == "filtered":
+        if variant == "full":
             scaled = filter_logits(scaled, top_k, top_p, min_p)
         noise = -torch.log(-torch.log(uniform(seed, choice, position, logits.shape[1])))
-        scores = torch.where(greedy, logits, scaled + noise)
+        scores = torch.where(greedy[:, None], logits, scaled + noise)
     tokens = lowest_argmax(scores)
     return torch.where(torch.isfinite(best), tokens, NOT_FINITE)
 

@@ -7,9 +7,16 @@ stream can change sets between two steps.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from runtime.errors import ConfigError
+
+STATE_WIDTH = 32
+"""int32 words of one slot's state; 28 are in use."""
+
+MAX_END_IDS = 16
+"""End ids a slot can hold; runtime.request refuses more."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +29,58 @@ class Linear:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one decode step. `slots [B]` int32, -1 for an idle row (reads and writes no cache); `positions [B]` int32,
+    """The rows of one decode step: `slots [B]` int32, -1 for an idle row (reads and writes no cache); `positions [B]` int32,
     the index of the token being written (keys seen = position + 1)."""
 
     slots: Tensor
     positions: Tensor
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """Device state by slot. One packed int32 tensor `[slots, 32]`, so that a request arrives in one copy; the rest are views.
+
+    Attributes:
+        token: last token known, `[slots]`; position: the index it will be written at.
+        limit: the index at which a drawn token is the last; min_position: the first index at which an end id may stand.
+        done: not zero once an end id or the limit was drawn; the slot's rows are idle from then on.
+        end_ids: `[slots, 16]`, -1 where unused.
+        seed `[slots, 2]`, choice, top_k int32; temperature, top_p, min_p float32.
+    """
+
+    packed: Tensor
+    token: Tensor
+    position: Tensor
+    limit: Tensor
+    min_position: Tensor
+    done: Tensor
+    seed: Tensor
+    choice: Tensor
+    top_k: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    end_ids: Tensor
+
+    @classmethod
+    def allocate(cls, slots: int, device: torch.device) -> "SlotState":
+        packed = torch.zeros((slots, STATE_WIDTH), dtype=torch.int32, device=device)
+        words, floats = packed.unbind(1), packed.view(torch.float32).unbind(1)
+        return cls(
+            packed,
+            token=words[0],
+            position=words[1],
+            limit=words[2],
+            min_position=words[3],
+            done=words[4],
+            seed=packed[:, 5:7],
+            choice=words[7],
+            top_k=words[8],
+            temperature=floats[9],
+            top_p=floats[10],
+            min_p=floats[11],
+            end_ids=packed[:, 12 : 12 + MAX_END_IDS],
+        )
 
 
 @dataclass(frozen=True)
@@ -60,9 +114,11 @@ class Ops(Protocol):
     """One way to play a decode step. x is `[B, C]` in the run's dtype; sums are float32, rounded once."""
 
     name: str
+    pdl: bool
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """ids `[B]`, table `[V, C]` -> x `[B, C]`."""
+    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor) -> tuple[Tensor, Rows]:
+        """The step's first call: slot_of_row `[B]` int32 (-1: no slot), table `[V, C]` -> x `[B, C]`, the embedding of each
+        slot's last token, and the step's rows; a row whose slot is done is idle."""
 
     def norm_qkv_rope(
         self, x: Tensor, norm: Tensor, qkv: Linear, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor
@@ -83,8 +139,8 @@ class Ops(Protocol):
         """x `[B, C]` -> logits `[B, V]` float32, never rounded."""
 
 
-def load_ops(name: str) -> Ops:
-    """The ops set called `name`.
+def load_ops(name: str, pdl: bool = False) -> Ops:
+    """The ops set called `name`; `pdl` chains the fused set's kernels by programmatic dependent launch (Hopper and newer).
 
     Raises:
         ConfigError: no such set.
@@ -93,4 +149,8 @@ def load_ops(name: str) -> Ops:
         from runtime.ops.unfused import UnfusedOps
 
         return UnfusedOps()
-    raise ConfigError(f"ops is {name!r}; allowed: unfused")
+    if name == "fused":
+        from runtime.ops.fused import FusedOps
+
+        return FusedOps(pdl)
+    raise ConfigError(f"ops is {name!r}; allowed: fused, unfused")

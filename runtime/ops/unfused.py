@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.ops import Attention, Linear, Rows
+from runtime.ops import Attention, Linear, Rows, SlotState
 from runtime.ops.attention import AttentionWorkspace, attention_torch, decode_attention
 from runtime.ops.cache_write import cache_write, cache_write_torch
+from runtime.ops.embed import embed, embed_torch
 from runtime.ops.rope import rope, rope_torch
 from runtime.ops.silu_mul import silu_mul, silu_mul_torch
 
@@ -37,12 +38,18 @@ class UnfusedOps:
     """The seam's calls, each operation a launch of its own. Numbers in the docstrings count a layer's launches on CUDA."""
 
     name = "unfused"
+    pdl = False
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[int, int, int, int], AttentionWorkspace] = {}
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(ids, table)
+    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor) -> tuple[Tensor, Rows]:
+        if not table.is_cuda:
+            return embed_torch(slot_of_row, state, table)
+        x = torch.empty((len(slot_of_row), table.shape[1]), dtype=table.dtype, device=table.device)
+        rows = Rows(torch.empty_like(slot_of_row), torch.empty_like(slot_of_row))
+        embed(slot_of_row, state, table, x, rows)
+        return x, rows
 
     def norm_qkv_rope(
         self, x: Tensor, norm: Tensor, qkv: Linear, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor

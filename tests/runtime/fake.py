@@ -27,9 +27,10 @@ class FakeModel:
             rows[row, top % VOCAB] = 10.0 if top >= 0 else float("nan")
         return rows
 
-    def decode(self, ids, rows, cache, ops):
+    def decode(self, slot_of_row, state, cache, ops):
+        ids, rows = ops.embed(slot_of_row, state, torch.arange(VOCAB)[:, None])
         self.batches.append(rows.slots.tolist())
-        for token, slot, position in zip(ids.tolist(), rows.slots.tolist(), rows.positions.tolist(), strict=True):
+        for token, slot, position in zip(ids[:, 0].tolist(), rows.slots.tolist(), rows.positions.tolist(), strict=True):
             if slot >= 0:
                 cache.k[0, slot, 0, position, 0] = token
-        return self.logits(ids[:, None].float())
+        return rows, self.logits(ids.float())

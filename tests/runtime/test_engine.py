@@ -76,8 +76,8 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_keep_their_pace():
     engine.submit(Request("short", (1,), max_tokens=8))
     engine.step()
     engine.submit(Request("long", (1, 2, 3, 4, 5, 6, 7), max_tokens=1))
-    told = [[e.request_id for e in engine.step()] for _ in range(4)]
-    assert told == [["short"], ["short"], ["short"], ["long", "short"]]
+    told = [[e.request_id for e in engine.step()] for _ in range(5)]
+    assert told == [["short"], ["short"], ["short"], ["long"], ["short"]]
 
 
 def test_cancelling_frees_the_slot_within_one_step_and_drops_later_tokens():

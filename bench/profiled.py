@@ -1,0 +1,100 @@
+"""Owns what the profiler says of decode steps: kernels, launches, the time the device is busy. Does not time anything itself.
+
+Counts are read from the raw events of the exported trace: aggregates such as `key_averages` miss kernels replayed by a graph.
+"""
+
+import gzip
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Per decode step, from a profiled pass of its own.
+
+    Attributes:
+        steps: steps profiled.
+        kernels: kernels a step; copies: memory copies and fills a step.
+        launches: host calls a step that set the device to work: several kernels that share one call are a graph's.
+        kernels_per_layer: length of the run of kernels that repeats once a layer; None if none does.
+        busy_ms: time a step in which at least one kernel or copy ran.
+        names: kernels of one step in order of their start.
+    """
+
+    steps: int
+    kernels: float
+    copies: float
+    launches: float
+    kernels_per_layer: int | None
+    busy_ms: float
+    names: tuple[str, ...]
+
+
+def record(run: Callable[[], None], trace: Path | None, cuda: bool) -> list[dict[str, Any]]:
+    """Run under the profiler; the raw trace events. `trace` (.json or .json.gz) is kept when given."""
+    activities = [ProfilerActivity.CUDA] if cuda else []
+    if trace is not None or not cuda:
+        activities.append(ProfilerActivity.CPU)
+    if cuda:
+        with profile(activities=activities):  # the first use sets the profiler up, and may miss events
+            torch.cuda.synchronize()  # what is in the air belongs to no step of ours
+    with profile(activities=activities) as profiler:
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace if trace is not None else Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        data = path.read_bytes()
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
+    return events
+
+
+def count(events: list[dict[str, Any]], steps: int, layers: int) -> Counts | None:
+    """Read the counts of `steps` equal decode steps off trace events; None if no kernel is among them (a CPU run)."""
+    device = sorted((e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")), key=lambda e: float(e["ts"]))
+    kernels = [e for e in device if e["cat"] == "kernel"]
+    if not kernels:
+        return None
+    names = tuple(str(e["name"]) for e in kernels[: len(kernels) // steps])
+    return Counts(
+        steps=steps,
+        kernels=len(kernels) / steps,
+        copies=(len(device) - len(kernels)) / steps,
+        launches=len({e["args"]["correlation"] for e in device}) / steps,
+        kernels_per_layer=repeats(names, layers),
+        busy_ms=busy_us([(float(e["ts"]), float(e["dur"])) for e in device]) / steps / 1e3,
+        names=names,
+    )
+
+
+def busy_us(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union of (start, duration) intervals, sorted by start."""
+    total, end = 0.0, float("-inf")
+    for start, duration in intervals:
+        total += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    return total
+
+
+def repeats(names: tuple[str, ...], layers: int) -> int | None:
+    """Length of the longest sequence of names that stands `layers` times in a row; None if there is none.
+
+    The longest, because one layer may itself hold a repeat. Kernels around the layers are too few to make a longer one.
+    """
+    if layers < 2:
+        return None
+    for period in range(len(names) // layers, 0, -1):
+        run = 0
+        for i in range(len(names) - period):
+            run = run + 1 if names[i] == names[i + period] else 0
+            if run == period * (layers - 1):
+                return period
+    return None

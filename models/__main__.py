@@ -1,0 +1,92 @@
+"""The door `python -m models`: what a checkpoint is, and whether Quartet runs it. Loads no weights."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from models.config import ARCHITECTURES, ModelConfig
+from models.source import ModelSource, find_model
+from runtime.__main__ import run_door
+from runtime.config import DTYPES
+from runtime.errors import UnsupportedModelError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of this door."""
+    about = "Look at a checkpoint: family, shapes, bytes, and whether it is supported (exit code 1 if not). Loads no weights."
+    flags = argparse.ArgumentParser(prog="python -m models", description=about)
+    flags.add_argument("model", metavar="MODEL", help="`demo`, a folder, a Hugging Face hub id, or random:<shape>")
+    flags.add_argument("--revision", help="branch, tag or commit of a hub id")
+    flags.add_argument("--dtype", choices=DTYPES, default="auto", help="count bytes in this type; auto: as stored")
+    return flags
+
+
+def describe(source: ModelSource, dtype: str) -> list[tuple[str, str]]:
+    """Name and value of each line, bytes counted in `dtype`."""
+    config = source.config
+    per_position = config.kv_bytes_per_position(dtype)
+    lines = [
+        ("model", source.label if source.note is None else f"{source.label} ({source.note})"),
+        ("family", f"{config.family} ({ARCHITECTURES[config.family]})"),
+        ("shapes", _shapes(config)),
+        ("traits", _traits(config)),
+        ("context", "no limit" if config.max_position is None else f"{config.max_position:,} positions"),
+        ("dtype", dtype if dtype == config.dtype else f"{dtype}; stored as {config.dtype}"),
+        ("parameters", f"{config.num_parameters:,}"),
+        ("weights", f"{config.weight_bytes(dtype):,} bytes"),
+        ("read per token", f"{config.bytes_per_token(dtype):,} bytes of weights, and K and V of the context"),
+        ("KV cache", f"{per_position:,} bytes per position"),
+    ]
+    if source.end_ids:
+        lines.append(("end ids", ", ".join(str(token) for token in source.end_ids)))
+    return lines
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Print the lines; 1 where the model is not supported."""
+    args = parser().parse_args(argv)
+    local = args.model == "demo" or Path(args.model).expanduser().is_dir()
+    try:
+        source = find_model(args.model, args.revision, weights=local)
+    except UnsupportedModelError as error:
+        print(f"{'supported':<15} no: {error}")
+        return 1
+    for name, value in describe(source, source.config.dtype if args.dtype == "auto" else args.dtype):
+        print(f"{name:<15} {value}")
+    checked = "" if local or source.path is None else " (by its config; the weights were not fetched)"
+    print(f"{'supported':<15} yes{checked}")
+    return 0
+
+
+def main() -> None:
+    """The console script: run and end the process."""
+    run_door(run)
+
+
+def _shapes(config: ModelConfig) -> str:
+    return (
+        f"L {config.num_layers} layers, C {config.hidden_size} hidden, H {config.num_heads} heads, "
+        f"K {config.num_kv_heads} kv heads, D {config.head_dim} head dim, F {config.intermediate_size} MLP, "
+        f"V {config.vocab_size} vocabulary"
+    )
+
+
+def _traits(config: ModelConfig) -> str:
+    """Where the model differs from the plainest Llama."""
+    rope = config.rope
+    traits = [f"rope {rope.type}, theta {rope.theta:g}" + ("" if rope.type == "default" else f", factor {rope.factor:g}")]
+    for name, has in (
+        ("q, k, v bias", config.qkv_bias),
+        ("o bias", config.o_bias),
+        ("MLP bias", config.mlp_bias),
+        ("per-head q and k norm", config.qk_norm),
+        (f"window {config.window}", config.window is not None),
+        ("LM head tied to the embedding", config.tied),
+    ):
+        if has:
+            traits.append(name)
+    return "; ".join(traits)
+
+
+if __name__ == "__main__":
+    main()

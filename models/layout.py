@@ -1,0 +1,87 @@
+"""Owns the table from a checkpoint's tensors to the decoder's: which rows of which weight each one fills.
+
+Merged weights (q|k|v and gate|up) are made once and filled piece by piece; the unfused path reads its parts as views. Does not
+own reading (weights), making (random_weights) or the decoder.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from runtime.errors import OutOfMemoryError
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of the checkpoint and where it goes: rows `row` to `row + shape[0]` of the decoder's `target`."""
+
+    source: str
+    shape: tuple[int, ...]
+    target: str
+    row: int = 0
+
+
+def pieces(config: ModelConfig) -> list[Piece]:
+    """Every tensor the decoder is made of, in the order of a step. Each row of each target is filled exactly once."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    table = [Piece(EMBEDDING, (vocab, hidden), EMBEDDING)]
+    for layer in range(config.num_layers):
+        table += _layer(config, f"model.layers.{layer}.")
+    table.append(Piece(NORM, (hidden,), NORM))
+    if not config.tied:
+        table.append(Piece(LM_HEAD, (vocab, hidden), LM_HEAD))
+    return table
+
+
+def _layer(config: ModelConfig, prefix: str) -> list[Piece]:
+    hidden, width = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def norm(name: str, size: int) -> list[Piece]:
+        return [Piece(f"{prefix}{name}.weight", (size,), f"{prefix}{name}.weight")]
+
+    def linear(target: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> list[Piece]:
+        found, row = [], 0
+        for name, rows in parts:
+            found.append(Piece(f"{prefix}{name}.weight", (rows, columns), f"{prefix}{target}.weight", row))
+            if bias:
+                found.append(Piece(f"{prefix}{name}.bias", (rows,), f"{prefix}{target}.bias", row))
+            row += rows
+        return found
+
+    qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
+    table = norm("input_layernorm", hidden) + linear("self_attn.qkv_proj", qkv, hidden, config.qkv_bias)
+    if config.qk_norm:
+        table += norm("self_attn.q_norm", config.head_dim) + norm("self_attn.k_norm", config.head_dim)
+    table += linear("self_attn.o_proj", [("self_attn.o_proj", hidden)], q, config.o_bias)
+    table += norm("post_attention_layernorm", hidden)
+    gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
+    table += linear("mlp.gate_up_proj", gate_up, hidden, config.mlp_bias)
+    return table + linear("mlp.down_proj", [("mlp.down_proj", hidden)], width, config.mlp_bias)
+
+
+def allocate(table: list[Piece], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The decoder's tensors by name, not yet filled.
+
+    Raises:
+        OutOfMemoryError: the device cannot hold them.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in table:
+        assert piece.row == shapes.get(piece.target, (0,))[0]  # a gap or an overlap would be ours
+        shapes[piece.target] = (piece.row + piece.shape[0], *piece.shape[1:])
+    try:
+        return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        raise OutOfMemoryError(f"the weights do not fit on {device}; use a smaller model or dtype") from error
+
+
+def part(targets: dict[str, Tensor], piece: Piece) -> Tensor:
+    """The rows of a target that a piece fills."""
+    return targets[piece.target][piece.row : piece.row + piece.shape[0]]

@@ -1,0 +1,252 @@
+"""Owns the way between text and token ids: encoding, chat templates, and decoding a stream without half characters.
+
+Does not own which ids end an answer (source) or stop texts (server). The tokenizer itself is Hugging Face's.
+"""
+
+import json
+import logging
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import tokenizers
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from runtime.errors import CheckpointError, RequestError
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""A folder with none of these has no tokenizer."""
+
+TEMPLATE_SECONDS = 2.0
+TAIL = 8
+"""Prompt ids decoded in front of an answer, so that its first token keeps its space."""
+
+HALF = "\ufffd"
+"""What a decoder writes for bytes that are no character, or not yet one."""
+
+HELD = 8
+"""Tokens held back for a character to become whole; a character has at most four bytes, so by then the bytes are junk."""
+
+log = logging.getLogger(__name__)
+
+
+class Tokenizer:
+    """A model folder's tokenizer.
+
+    Args:
+        path: the folder.
+        end_ids: ids that end an answer, see source.end_ids.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be loaded. Nothing else takes its place.
+    """
+
+    def __init__(self, path: Path, end_ids: tuple[int, ...]) -> None:
+        if not any((path / name).is_file() for name in FILES):
+            raise CheckpointError(f"{path} has no tokenizer: one of {', '.join(FILES)} must be there")
+        from transformers import AutoTokenizer  # seconds to import, and most doors can fail before it is needed
+
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a damaged tokenizer raises, from three libraries
+            raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {_one_line(error)}") from error
+        self._hf.model_max_length = sys.maxsize  # the engine refuses long prompts; a warning before would be noise
+        self.end_ids = end_ids
+        self._warn_of_broken_template()
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that have an entry, added ones included."""
+        return len(self._hf)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain prompt, with the special tokens that Hugging Face adds. Special tokens in the text count as such.
+
+        A text that already begins with the BOS token gets no second one.
+        """
+        ids: list[int] = self._hf.encode(text)
+        bos = self._hf.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Ids of a conversation by the model's chat template, ready for the answer.
+
+        Special tokens come from the template alone: one typed in a message becomes plain text, so nobody can forge a turn.
+
+        Args:
+            messages: dicts with role and content.
+            options: further variables of the template.
+
+        Raises:
+            RequestError: no template, or it refuses the messages; in its own words.
+        """
+        if not self.has_chat_template:
+            raise RequestError("the model has no chat template; use a plain prompt", "messages")
+        marks = _Marks(self._special, messages)
+        text = self._render(marks.shield(list(messages)), options)
+        if not marks.typed:
+            return self._hf.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+        ids: list[int] = []
+        at = 0
+        for match in self._special.finditer(text):
+            ids += self._plain(marks.restore(text[at : match.start()]))
+            ids.append(self._hf.convert_tokens_to_ids(match.group()))
+            at = match.end()
+        return ids + self._plain(marks.restore(text[at:]))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; special tokens are left out and spaces stay as the model wrote them."""
+        text: str = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def stream(self, prompt_ids: Sequence[int]) -> "Detokenizer":
+        """The text of an answer to `prompt_ids`, as its ids arrive."""
+        return Detokenizer(self, prompt_ids)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        """Any special token, the longest first."""
+        names = {token.content for token in self._hf.added_tokens_decoder.values() if token.special}
+        names |= set(self._hf.all_special_tokens)
+        return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)")
+
+    @cached_property
+    def _without_specials(self) -> tokenizers.Tokenizer:
+        """A copy that reads special tokens as plain text; switching the original would race with other threads."""
+        copy = tokenizers.Tokenizer.from_str(self._hf.backend_tokenizer.to_str())
+        copy.encode_special_tokens = True
+        return copy
+
+    def _plain(self, text: str) -> list[int]:
+        return self._without_specials.encode(text, add_special_tokens=False).ids if text else []
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        try:
+            with _time_limit(TEMPLATE_SECONDS):
+                text = self._hf.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
+        except TemplateError as error:
+            raise RequestError(f"the chat template refuses the messages: {_one_line(error)}", "messages") from error
+        except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+            raise RequestError(f"the chat template fails on the messages: {_one_line(error)}", "messages") from error
+        assert isinstance(text, str)
+        return text
+
+    def _warn_of_broken_template(self) -> None:
+        if self.has_chat_template:
+            try:
+                self._render([{"role": "user", "content": "a"}], {})
+            except RequestError as error:
+                if isinstance(error.__cause__, TemplateSyntaxError):
+                    log.warning("the chat template cannot be used: %s", error)
+
+
+class Detokenizer:
+    """The text of one answer: what decoding prompt and answer gives, less what the prompt alone gives.
+
+    Deltas end at whole characters. Their sum, with `flush`, does not depend on how the ids were cut into pushes, save for bytes
+    that are no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        tail = list(prompt_ids[-TAIL:])
+        if not tokenizer.decode(tail):
+            tail = list(prompt_ids)
+        self._ids = tail  # what is decoded: ids whose text is out, then ids held
+        self._told = len(tail)
+        self._told_text = tokenizer.decode(tail).rstrip(HALF)  # a character begun in the prompt is the answer's
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take ids and return the text that is complete with them; it may be empty."""
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids)
+        if not text.endswith(HALF):
+            return self._tell(len(self._ids), text)
+        if len(self._ids) - self._told > HELD:
+            return self._tell_junk(text)
+        return ""
+
+    def flush(self) -> str:
+        """What is held when the answer ends; a character cut short is one U+FFFD."""
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith(HALF):
+            text = text.rstrip(HALF) + HALF
+        return self._tell(len(self._ids), text)
+
+    def _tell_junk(self, text: str) -> str:
+        """Let go of held ids that three more have not made whole."""
+        for end in range(len(self._ids) - 3, self._told, -1):
+            part = self._tokenizer.decode(self._ids[:end])
+            if text.startswith(part):
+                return self._tell(end, part)
+        return ""
+
+    def _tell(self, end: int, text: str) -> str:
+        """Mark the ids before `end` as told and return their text beyond what is told already."""
+        new = text[len(self._told_text) :]
+        if new and end > self._told:
+            # The ids told now stay as the context of the next; all before them are no longer needed.
+            self._ids, self._told = self._ids[self._told :], end - self._told
+            self._told_text = self._tokenizer.decode(self._ids[: self._told])
+        elif self._told_text:
+            del self._ids[self._told : end]  # without text they are no context either, and a row of them may be long
+        return new
+
+
+class _Marks:
+    """What stands for special tokens typed in messages while the template runs: a number between private characters."""
+
+    def __init__(self, special: re.Pattern[str], messages: Sequence[Mapping[str, Any]]) -> None:
+        text = json.dumps(list(messages), ensure_ascii=False, default=str)
+        self._mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
+        self._special = special
+        self.typed: list[str] = []
+
+    def shield(self, value: Any) -> Any:
+        """A copy of messages, or of a part of them, without special tokens."""
+        if isinstance(value, str):
+            return self._special.sub(self._note, value)
+        if isinstance(value, Mapping):
+            return {key: self.shield(item) for key, item in value.items()}
+        return [self.shield(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def restore(self, text: str) -> str:
+        """Put the typed text back."""
+        pattern = f"{self._mark}([0-9]+){self._mark}"
+        return re.sub(pattern, lambda match: self.typed[int(match.group(1))], text)
+
+    def _note(self, match: re.Match[str]) -> str:
+        self.typed.append(match.group())
+        return f"{self._mark}{len(self.typed) - 1}{self._mark}"
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """End Python code of this thread, such as a template's endless loop, after some seconds."""
+    deadline = time.monotonic() + seconds
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if time.monotonic() > deadline:
+            raise TemplateError(f"it ran longer than {seconds:g} seconds")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,255 @@
+"""The door `python -m runtime`: one prompt, or a chat, in the terminal.
+
+Owns too the flags that all doors share and how a door ends.
+"""
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+
+from models import Loaded, load_engine
+from models.random_weights import PREFIX
+from runtime.config import DTYPES, MAX_SLOTS, EngineConfig
+from runtime.errors import ContextLengthError, QuartetError, RequestError
+from runtime.request import Request, SamplingParams
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, model_positional: bool) -> None:
+    """Add MODEL (an argument, or --model) and the flags of the engine."""
+    about = "`demo`, a folder, a Hugging Face hub id, or random:<shape> (default: demo)"
+    if model_positional:
+        parser.add_argument("model", metavar="MODEL", nargs="?", default="demo", help=about)
+    else:
+        parser.add_argument("--model", metavar="MODEL", default="demo", help=about)
+    group = parser.add_argument_group("engine")
+    group.add_argument("--revision", help="branch, tag or commit of a hub id")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto keeps the type that is stored")
+    group.add_argument("--ops", choices=("auto", "fused", "unfused"), default="auto", help="which kernels play a layer")
+    group.add_argument("--graph", choices=("auto", "on", "off"), default="auto", help="replay decode steps as CUDA graphs")
+    group.add_argument("--pdl", choices=("auto", "on", "off"), default="auto", help="programmatic dependent launch")
+    group.add_argument(
+        "--max-len", type=int, metavar="N", help="positions a slot holds (default: the model's, cut to what fits)"
+    )
+    group.add_argument("--max-slots", type=int, default=8, metavar="N", help=f"requests at once, 1 to {MAX_SLOTS} (default: 8)")
+    group.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens between two decode steps")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The EngineConfig that the flags of `add_engine_flags` ask for.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+    names = ("device", "dtype", "ops", "graph", "pdl", "max_len", "max_slots", "prefill_chunk")
+    return EngineConfig(**{name: getattr(args, name) for name in names})
+
+
+def run_door(run: Callable[[], int | None]) -> None:
+    """Run a door and end the process: 0 or what `run` returns, 1 with one sentence for a QuartetError, 130 after Ctrl-C."""
+    try:
+        code = run() or 0
+        sys.stdout.flush()
+    except QuartetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        # The reader has gone. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of this door."""
+    about = "Run a model in the terminal. Without a prompt: a chat on a terminal, otherwise the prompt is read from stdin."
+    flags = argparse.ArgumentParser(prog="python -m runtime", description=about)
+    add_engine_flags(flags, model_positional=True)
+    prompt = flags.add_argument_group("prompt")
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-ids", metavar="IDS", type=_ids, help="token ids, separated by commas, in place of a text")
+    prompt.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    prompt.add_argument("--system", metavar="TEXT", help="a system message in front of the chat")
+    sampling = flags.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: to the end of the context")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    sampling.add_argument("--top-k", type=int, default=0)
+    sampling.add_argument("--top-p", type=float, default=1.0)
+    sampling.add_argument("--min-p", type=float, default=0.0)
+    sampling.add_argument("--seed", type=int, default=0)
+    sampling.add_argument("--ignore-eos", action="store_true", help="run on past the end tokens")
+    return flags
+
+
+class Terminal:
+    """One loaded model that answers on stdout."""
+
+    def __init__(self, loaded: Loaded, args: argparse.Namespace) -> None:
+        self._engine = loaded.engine
+        self._source = loaded.source
+        self._tokenizer = loaded.tokenizer
+        self._raw: bool = args.raw
+        self._system: str | None = args.system
+        self._max_tokens: int | None = args.max_tokens
+        self._end_ids = () if args.ignore_eos else loaded.source.end_ids
+        self._params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+        self._count = 0
+
+    def text(self, prompt: str) -> None:
+        """Answer one text, through the chat template where there is one."""
+        assert self._tokenizer is not None
+        if self._raw or not self._tokenizer.has_chat_template:
+            self.ids(self._tokenizer.encode(prompt))
+        else:
+            self.ids(self._tokenizer.encode_chat([*self._opening(), {"role": "user", "content": prompt}]))
+
+    def chat(self) -> None:
+        """Talk until Ctrl-D; Ctrl-C stops an answer."""
+        if self._tokenizer is None or not self._tokenizer.has_chat_template:
+            raise RequestError(f"{self._source.name} has no chat template to talk by; give --prompt or --prompt-ids")
+        with suppress(ImportError):  # not built everywhere
+            importlib.import_module("readline")  # gives `input` its line editing
+        messages = self._opening()
+        while (line := _ask()) is not None:
+            messages.append({"role": "user", "content": line})
+            try:
+                with _stoppable() as stopped:
+                    answer = self.ids(self._tokenizer.encode_chat(messages), stopped)
+                messages.append({"role": "assistant", "content": answer})
+            except ContextLengthError as error:
+                print(f"error: {error}\nA new conversation begins.", file=sys.stderr)
+                messages = self._opening()
+            except RequestError as error:
+                print(f"error: {error}", file=sys.stderr)
+                messages.pop()
+
+    def ids(self, prompt_ids: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> str:
+        """Answer token ids: stream the text (ids, without a tokenizer) to stdout, and a line of figures to stderr.
+
+        Raises:
+            RequestError: the request cannot run, or its logits were not finite.
+        """
+        self._count += 1
+        request = Request(str(self._count), tuple(prompt_ids), self._params, self._max_tokens, end_ids=self._end_ids)
+        stream = self._tokenizer.stream(prompt_ids) if self._tokenizer else None
+        text, times = "", []
+        start = time.perf_counter()
+        for token in self._tokens(request, stopped):
+            times.append(time.perf_counter())
+            if token not in request.end_ids:
+                text += _show(stream.push([token]) if stream else f"{token} ")
+        text += _show(stream.flush() if stream else "")
+        print(flush=True)
+        print(_figures(len(prompt_ids), start, times), file=sys.stderr)
+        return text
+
+    def _tokens(self, request: Request, stopped: Callable[[], bool]) -> Iterator[int]:
+        self._engine.submit(request)
+        while self._engine.has_work:
+            for event in self._engine.step():
+                if event.finish == "error":
+                    raise RequestError(event.message or "the request failed")
+                if event.token is not None:
+                    yield event.token
+            if stopped():
+                self._engine.cancel(request.id)
+
+    def _opening(self) -> list[dict[str, str]]:
+        return [] if self._system is None else [{"role": "system", "content": self._system}]
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Parse, load, answer."""
+    args = parser().parse_args(argv)
+    typed = args.prompt
+    if args.prompt_ids is None and args.model.startswith(PREFIX):
+        raise RequestError(f"{args.model} has no tokenizer; give --prompt-ids 1,2,3 in place of a text")
+    if typed is None and args.prompt_ids is None and not sys.stdin.isatty():
+        typed = sys.stdin.read().removesuffix("\n")
+    needed = None
+    if args.prompt_ids is not None and args.max_tokens is not None:
+        needed = len(args.prompt_ids) + args.max_tokens
+    loaded = load_engine(args.model, engine_config(args), args.revision, needed_len=needed)
+    for note in loaded.notes:
+        print(note, file=sys.stderr)
+    terminal = Terminal(loaded, args)
+    if args.prompt_ids is not None:
+        terminal.ids(args.prompt_ids)
+    elif typed is not None:
+        terminal.text(typed)
+    else:
+        terminal.chat()
+    return 0
+
+
+def main() -> None:
+    """The console script: run and end the process."""
+    run_door(run)
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids like 1,2,3") from error
+
+
+def _ask() -> str | None:
+    """The next line that is not empty; None at the end of input. Ctrl-C here only drops the line."""
+    while True:
+        try:
+            line = input(">>> ").strip()
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+        except KeyboardInterrupt:
+            print("\nCtrl-D ends the chat.", file=sys.stderr)
+            continue
+        if line:
+            return line
+
+
+@contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """Turn Ctrl-C into a question that is asked between steps: an interrupt inside one would leave the engine half-way."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+
+    before: Any = signal.signal(signal.SIGINT, stop)
+    try:
+        yield lambda: stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _show(text: str) -> str:
+    """Write to stdout at once; the text again."""
+    if text:
+        print(text, end="", flush=True)
+    return text
+
+
+def _figures(prompt_tokens: int, start: float, times: Sequence[float]) -> str:
+    """The line after an answer. The rate is that of decoding: the first token is the prompt's."""
+    line = f"[{prompt_tokens} prompt tokens, {len(times)} output tokens"
+    if times:
+        line += f", first token {(times[0] - start) * 1e3:.1f} ms"
+    if len(times) > 1:
+        line += f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tok/s"
+    return line + "]"
+
+
+if __name__ == "__main__":
+    main()

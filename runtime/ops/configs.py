@@ -1,0 +1,92 @@
+"""Owns how each fused kernel is cut into blocks: a table for the shapes that were timed, and a rule for every other shape.
+
+Does not own the kernels. Times behind the table are of whole decode steps, never of a kernel alone.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kernel = Literal["norm_linear", "proj_residual", "norm_gate_up"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block takes `rows` out features and walks the in features in slices of `k_slice`.
+
+    Attributes:
+        rows: power of two, at most the weight's rows (of gate alone for norm_gate_up); 16 and up for batches.
+        k_slice: power of two, at most the in features; 16 and up for batches.
+        warps, stages: Triton's; stages above 1 pipeline the loads of the slices.
+        splits: blocks that share a row's in features; proj_residual's batches only.
+        early: load the first weight tile before the wait, into registers; batches only (one row always does).
+    """
+
+    rows: int
+    k_slice: int
+    warps: int
+    stages: int
+    splits: int = 1
+    early: bool = True
+
+
+SINGLE: dict[tuple[Kernel, int, int], Tile] = {
+    ("norm_linear", 12288, 4096): Tile(2, 4096, 4, 1),
+    ("norm_linear", 32000, 4096): Tile(2, 4096, 4, 1),
+    ("proj_residual", 4096, 4096): Tile(2, 2048, 4, 1),
+    ("norm_gate_up", 11008, 4096): Tile(1, 4096, 4, 1),
+    ("proj_residual", 4096, 11008): Tile(1, 256, 2, 1),
+}
+"""Batch 1 on an H200, by kernel, out features (F for norm_gate_up) and in features; bfloat16 weights."""
+
+BATCH: dict[tuple[Kernel, int, int], Tile] = {
+    ("norm_linear", 12288, 4096): Tile(32, 128, 4, 6),
+    ("proj_residual", 4096, 4096): Tile(64, 256, 4, 3, splits=2),
+    ("norm_gate_up", 11008, 4096): Tile(32, 128, 4, 6),
+    ("proj_residual", 4096, 11008): Tile(64, 64, 4, 8, splits=2),
+}
+"""Batches of 2 to 16 on an H200."""
+
+FEW_BLOCKS = 192
+"""Blocks below which a projection of a batch splits its in features: an H200 has 132 SMs."""
+
+
+def tile_for(kernel: Kernel, n: int, width: int, batch: int, itemsize: int) -> Tile:
+    """The tile of a kernel with weights `[n, width]` (n of gate alone for norm_gate_up), for `batch` rows."""
+    table = SINGLE if batch == 1 else BATCH
+    if itemsize == 2 and (kernel, n, width) in table:
+        return table[kernel, n, width]
+    return _single_rule(kernel, n, width) if batch == 1 else _batch_rule(kernel, n, width, itemsize)
+
+
+def _single_rule(kernel: Kernel, n: int, width: int) -> Tile:
+    """Whole rows in one slice where a row is one power of two up to 4096; else slices that divide it, or nearly."""
+    rows = min(1 if kernel == "norm_gate_up" else 2, n)
+    divisor = width & -width
+    if divisor == width and width <= 4096:
+        return Tile(rows, width, 4 if width >= 1024 else 1, 1)
+    if kernel == "proj_residual" and width > 4096:
+        return Tile(1, 256, 2, 1)
+    return Tile(rows, min(_floor_power(width), 512), 2, 1)
+
+
+def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
+    """Slices that divide a row; 32 rows a block, 64 for a projection, and splits where blocks are few."""
+    divisor = width & -width
+    rows = min(64 if kernel == "proj_residual" else 32, max(16, _floor_power(n)))
+    if itemsize > 2:
+        return Tile(16, min(32, max(16, _floor_power(width))), 4, 2)
+    k_slice = min(128, divisor) if divisor >= 32 else min(32, max(16, _floor_power(width)))
+    splits = 1
+    if kernel == "proj_residual":
+        while splits < 4 and -(-n // rows) * splits < FEW_BLOCKS // 2 and _splits_fit(width // k_slice, splits * 2):
+            splits *= 2
+    return Tile(rows, k_slice, 4, 6 if k_slice <= 128 else 3, splits)
+
+
+def _splits_fit(slices: int, splits: int) -> bool:
+    """Whether each split gets at least one slice when all but the last take the same number."""
+    return -(-slices // splits) * (splits - 1) < slices
+
+
+def _floor_power(n: int) -> int:
+    return 1 << (n.bit_length() - 1)

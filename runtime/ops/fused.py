@@ -1,0 +1,128 @@
+"""Owns the fused path: four Triton kernels play a layer in five launches, one each the embedding and the LM head.
+
+Does not own the kernels, each of which has a file, nor their tiles (configs). The unfused path is its oracle.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from runtime.ops import Attention, Linear, Rows, SlotState
+from runtime.ops.configs import Kernel, Tile, tile_for
+from runtime.ops.embed import embed
+from runtime.ops.fused_attention import AttentionScratch, AttentionTile, fused_attention
+from runtime.ops.norm_gate_up import norm_gate_up
+from runtime.ops.norm_linear import norm_linear
+from runtime.ops.proj_residual import proj_residual
+
+TOKENS = 16
+
+
+class FusedOps:
+    """The seam's calls, one launch each: a layer takes five (norm_qkv_rope, attention, proj_residual, norm_gate_up,
+    proj_residual).
+
+    Every call writes into a workspace made at the first step of a batch size and returns it: a result lives until the same
+    call's turn in the next layer. Between norm_qkv_rope and attention pass the raw float32 sums of q, k and v.
+
+    Attributes:
+        pdl: programmatic dependent launch. The embedding and the launch after it go without the attribute, so that rows.slots
+            and rows.positions may be read before a wait; a caller that fills them otherwise must do so before `embed`.
+        interpreted: for Triton's interpreter: products in float32 and no PDL instructions.
+        tiles: overrides of `configs`, by kernel, out and in features; attention_tile: of attention's.
+    """
+
+    name = "fused"
+
+    def __init__(
+        self,
+        pdl: bool = True,
+        interpreted: bool = False,
+        tiles: dict[tuple[Kernel, int, int], Tile] | None = None,
+        attention_tile: AttentionTile | None = None,
+    ) -> None:
+        self.pdl = pdl and not interpreted
+        self.interpreted = interpreted
+        self.tiles = tiles or {}
+        self.attention_tile = attention_tile
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
+        self._scratch: dict[tuple[object, ...], AttentionScratch] = {}
+
+    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor) -> tuple[Tensor, Rows]:
+        batch = len(slot_of_row)
+        x = self._buffer("embedded", (batch, table.shape[1]), table)
+        rows = Rows(*(self._buffer(name, (batch,), slot_of_row) for name in ("slots", "positions")))
+        embed(slot_of_row, state, table, x, rows)
+        return x, rows
+
+    def norm_qkv_rope(
+        self, x: Tensor, norm: Tensor, qkv: Linear, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
+        """Norm and projection -> `[B, (H+2K)*D]` float32; rotation and cache write are the attention launch's prologue."""
+        out = self._buffer("qkv", (len(x), qkv.weight.shape[0]), x, torch.float32)
+        # The launch after the embedding has a full edge before it.
+        pdl = self.pdl and x is not self._buffers.get(("embedded", x.shape, x.dtype))
+        return norm_linear(x, norm, qkv, attention.eps, out, self._tile("norm_linear", x, qkv), pdl, self.interpreted)
+
+    def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        spec = attention
+        out = self._buffer("attention", (len(q), spec.heads * spec.head_dim), k_cache)
+        tile = self.attention_tile or _attention_tile(spec)
+        key = ("attention", len(q), spec.heads, spec.kv_heads, spec.head_dim, tile)
+        scratch = self._make(key, lambda: AttentionScratch.make(len(q), spec, q.device, _processors(q.device), tile))
+        assert isinstance(scratch, AttentionScratch)
+        return fused_attention(q, spec, rows, k_cache, v_cache, out, scratch, tile, self.pdl, self.interpreted)
+
+    def proj_residual(self, a: Tensor, proj: Linear, x: Tensor) -> Tensor:
+        first, second = (self._buffer(name, tuple(x.shape), x) for name in ("x", "other x"))
+        tile = self._tile("proj_residual", a, proj)
+        blocks = -(-proj.weight.shape[0] // tile.rows)
+        cells = blocks * tile.splits * tile.rows * TOKENS if len(a) > 1 and tile.splits > 1 else 1
+        partial = self._buffer("partial", (cells,), x, torch.float32)
+        counter = self._buffer("counter", (blocks,), x, torch.int32)
+        out = second if x is first else first
+        return proj_residual(a, proj, x, out, partial, counter, tile, self.pdl, self.interpreted)
+
+    def norm_gate_up(self, x: Tensor, norm: Tensor, gate_up: Linear, eps: float) -> Tensor:
+        n = gate_up.weight.shape[0] // 2
+        out = self._buffer("gated", (len(x), n), x)
+        tile = self._tile("norm_gate_up", x, gate_up)
+        return norm_gate_up(x, norm, gate_up, eps, out, tile, self.pdl, self.interpreted)
+
+    def norm_lm_head(self, x: Tensor, norm: Tensor, lm_head: Linear, eps: float) -> Tensor:
+        out = self._buffer("logits", (len(x), lm_head.weight.shape[0]), x, torch.float32)
+        return norm_linear(x, norm, lm_head, eps, out, self._tile("norm_linear", x, lm_head), self.pdl, self.interpreted)
+
+    def reset(self) -> None:
+        """Zero the counters after a failed step, which may have left some half way."""
+        for (name, *_), tensor in self._buffers.items():
+            if name == "counter":
+                tensor.zero_()
+        for scratch in self._scratch.values():
+            scratch.counter.zero_()
+
+    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor made once for each name, shape and dtype, zeroed then (counters rely on it)."""
+        key = (name, torch.Size(shape), dtype or like.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.zeros(shape, dtype=key[2], device=like.device)
+        return self._buffers[key]
+
+    def _make(self, key: tuple[object, ...], make: Callable[[], AttentionScratch]) -> AttentionScratch:
+        if key not in self._scratch:
+            self._scratch[key] = make()
+        return self._scratch[key]
+
+    def _tile(self, kernel: Kernel, x: Tensor, linear: Linear) -> Tile:
+        n = linear.weight.shape[0] // (2 if kernel == "norm_gate_up" else 1)
+        key = (kernel, n, x.shape[1])
+        return self.tiles.get(key) or tile_for(*key, batch=len(x), itemsize=x.element_size())
+
+
+def _attention_tile(spec: Attention) -> AttentionTile:
+    return AttentionTile(128, 128, 8, group=False) if spec.heads == spec.kv_heads else AttentionTile(64, 64, 4)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,41 @@
+"""Tiny checkpoints of each family, made once, and the bench's door with what it printed."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from bench.__main__ import run as run_bench
+from tests.checkpoints import ARCHITECTURES, tiny, tok_b
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Folder of each family."""
+    root = tmp_path_factory.mktemp("tiny")
+    return {family: tok_b(tiny(root / family, family)) for family in ARCHITECTURES}
+
+
+@dataclass
+class Printed:
+    """What a command left: exit code, stdout and stderr; `result` is the last line of stdout."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def result(self):
+        return json.loads(self.out.splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+@pytest.fixture
+def bench(capsys):
+    """Run a subcommand of `python -m bench` in this process."""
+
+    def run(*words):
+        capsys.readouterr()
+        code = run_bench([str(word) for word in words])
+        return Printed(code, *capsys.readouterr())
+
+    return run

@@ -1,0 +1,186 @@
+"""`bench latency` on a tiny checkpoint: the table, the JSON, the flags, the exit codes."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import report
+from bench.__main__ import run
+from bench.ceiling import Ceiling
+from bench.cells import Cell
+from bench.timing import Pass, Shape
+from runtime.engine import Engine
+from runtime.errors import ConfigError, RequestError
+
+QUICK = ("--prompt-len", 16, "--gen-len", 6, "--reps", 2)
+
+
+def test_the_table_has_llama_benchs_rows_and_says_the_ceiling_first(bench, folders):
+    printed = bench("latency", "--model", folders["llama"], *QUICK, "--batch", "1,2", "--depth", "0,32")
+    assert printed.code == 0
+    out = printed.out
+    assert out.index("read ceiling") < out.index("floor of batch 2 @ d32") < out.index("| model")
+    assert "tok/s" in out
+    for test in ("pp16 @ d0", "tg6 @ d0", "pp16+tg6 @ d0", "pp16 @ d32", "tg6 @ d32"):
+        assert f"| {test} " in out
+    assert "linear interpolation" in out
+    assert "warm-up, full length, not counted: 1" in out
+    assert "random K and V on the device in place of prefilling" in out
+    assert "fewer than 100 samples" in out
+    assert "(end to end - first token) / (n - 1)" in out
+    assert "failed passes: 0" in out
+
+
+def test_the_json_holds_environment_flags_and_raw_samples(bench, folders):
+    printed = bench("latency", "--model", folders["qwen2"], *QUICK, "--batch", "2", "-o", "json")
+    assert printed.out.count("\n") == 1
+    result = printed.result
+    environment = result["environment"]
+    assert environment["torch"] == torch.__version__
+    assert {"gpu", "driver", "triton", "transformers", "python", "commit", "clocks_mhz"} <= set(environment)
+    assert environment["model"] == str(folders["qwen2"])
+    assert environment["dtype"] == "bfloat16"
+    assert environment["flags"]["batch"] == [2]
+    (cell,) = result["cells"]
+    assert (cell["ops"], cell["graph"], cell["batch"], cell["depth"]) == ("unfused", "off", 2, 0)
+    assert len(cell["raw"]["itl_ms"]) == cell["passes"] == 2
+    assert [len(each) for each in cell["raw"]["ttft_ms"]] == [2, 2]
+    assert cell["n_itl_ms"] == sum(map(len, cell["raw"]["itl_ms"]))
+    assert {"mean_tpot_ms", "median_tpot_ms", "p99_itl_ms", "mean_ttft_ms", "floor_ms", "share_of_read_ceiling"} <= set(cell)
+    assert cell["step_bytes"] == cell["step_weight_bytes"] + cell["step_kv_bytes"]
+
+
+def test_csv_and_json_lines_hold_a_line_for_each_cell(bench, folders, tmp_path):
+    words = ("latency", "--model", folders["llama"], *QUICK, "--batch", "1,2")
+    lines = bench(*words, "-o", "csv", "--output", tmp_path / "r.csv").out.splitlines()
+    table = list(csv.DictReader(io.StringIO("\n".join(lines[:-1]))))
+    assert [row["batch"] for row in table] == ["1", "2"]
+    assert (tmp_path / "r.csv").read_text().splitlines() == lines[:-1]
+    printed = bench(*words, "-o", "jsonl", "--output", tmp_path / "r.jsonl")
+    rows = [json.loads(line) for line in printed.out.splitlines()]
+    assert [row.get("batch") for row in rows] == [1, 2, None]
+    assert len((tmp_path / "r.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("format", ["md", "json"])
+def test_the_report_goes_to_a_file_too(bench, folders, tmp_path, format):
+    printed = bench("latency", "--model", folders["llama"], *QUICK, "-o", format, "--output", tmp_path / "report")
+    text = (tmp_path / "report").read_text()
+    if format == "json":
+        assert text == printed.out
+    else:
+        assert text.startswith("## bench latency: llama")
+        assert printed.out.startswith(text)
+
+
+def test_transformers_plays_the_same_cells_in_turn(bench, folders):
+    words = ("latency", "--model", folders["mistral"], *QUICK, "--batch", "2", "--depth", "8")
+    printed = bench(*words, "--against", "transformers")
+    ours, theirs = printed.result["cells"]
+    assert (ours["ops"], theirs["ops"]) == ("unfused", "transformers")
+    assert ours["step_bytes"] == theirs["step_bytes"]
+    assert [len(gaps) for gaps in theirs["raw"]["itl_ms"]] == [5, 5]
+    reps = [line.split(":")[0] for line in printed.err.splitlines() if line.startswith("rep ")]
+    assert reps == [f"rep {i}/2, {ops}/off batch 2 depth 8" for i in (1, 2) for ops in ("unfused", "transformers")]
+
+
+def test_random_weights_lift_the_limit_of_positions(bench, folders):
+    words = ("latency", "--model", folders["llama"], "--prompt-len", 600, "--gen-len", 4, "--reps", 1)
+    with pytest.raises(ConfigError, match="need 604 positions and llama has 512"):
+        bench(*words)
+    printed = bench(*words, "--random-weights")
+    assert printed.code == 0
+    assert "random weights, seed 0" in printed.out
+
+
+def test_a_failed_pass_is_counted_apart_and_is_exit_code_1(bench, folders, monkeypatch):
+    step, calls = Engine.step, []
+
+    def fails_once(self):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RequestError("logits are not finite")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", fails_once)
+    printed = bench("latency", "--model", folders["llama"], *QUICK, "--warmup", 0)
+    assert printed.code == 1
+    assert printed.result["failures"] == 1
+    assert printed.result["cells"][0]["passes"] == 1
+    assert "failed passes: 1" in printed.out
+
+
+def test_a_cell_without_a_single_pass_is_still_a_row():
+    cell = Cell(None, Shape(1, 16, 6, 0), 100, 80)
+    cell.contender = type("Named", (), {"ops": "unfused", "graph": "off"})
+    cell.failures.append("rep 1/1: out of memory")
+    result = report.cell_json(cell, Ceiling(10.0, "given", None))
+    assert result["mean_tpot_ms"] is None
+    assert "failed" in report.markdown(report.rows("m", [result]))
+    assert json.loads(report.json_text(result))["share_of_read_ceiling"] is None
+
+
+def test_a_share_is_the_floor_over_the_mean_time_of_a_token():
+    cell = Cell(type("Named", (), {"ops": "unfused", "graph": "off"}), Shape(1, 16, 3, 0), 20_000_000, 16_000_000)
+    cell.passes.append(Pass(cell.shape, (0.5,), (0.003, 0.005), 2, 3, 0.508))
+    result = report.cell_json(cell, Ceiling(10.0, "given", 20.0))
+    assert result["floor_ms"] == pytest.approx(2.0)
+    assert result["mean_tpot_ms"] == pytest.approx(4.0)
+    assert result["share_of_read_ceiling"] == pytest.approx(0.5)
+    assert result["share_of_datasheet"] == pytest.approx(0.25)
+    assert result["read_gbps"] == pytest.approx(5.0)
+    assert result["mean_end_to_end_tok_s"] == pytest.approx(3 / 0.508)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("unknown",),
+        ("latency", "--batch", "0"),
+        ("latency", "--batch", "17"),
+        ("latency", "--batch", "1,x"),
+        ("latency", "--gen-len", "2"),
+        ("latency", "--reps", "0"),
+        ("latency", "--ops", "fast"),
+        ("latency", "--graph", "maybe"),
+        ("latency", "--plot", "x.png"),
+        ("latency", "--against", "vllm"),
+        ("check", "--rows", "17"),
+    ],
+)
+def test_a_wrong_flag_is_a_usage_error(words, capsys):
+    with pytest.raises(SystemExit) as error:
+        run(words)
+    assert error.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--batch", "4", "--max-slots", "2"), "--max-slots is 2 and 4 rows"),
+        (("--max-len", "20"), "need 22 positions and --max-len is 20"),
+        (("--output", "no/such/folder/x.md"), "folder does not exist"),
+        (("--profile", "no/such/folder/x.json"), "folder does not exist"),
+        (("--device", "cpu", "--ops", "fused"), "fused kernels run only on a CUDA device"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(bench, folders, words, message):
+    with pytest.raises(ConfigError, match=message):
+        bench("latency", "--model", folders["llama"], *QUICK, *words)
+
+
+def test_the_door_ends_with_a_sentence_and_exit_code_1():
+    words = [sys.executable, "-m", "bench", "latency", "--model", "no-such/model-folder/here"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr

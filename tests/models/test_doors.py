@@ -1,0 +1,267 @@
+"""The doors `python -m models` and `python -m runtime`: what they print, where, and with which exit code."""
+
+import io
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import runtime.__main__ as terminal
+from models.__main__ import run as look
+from runtime.__main__ import run as talk
+from runtime.__main__ import run_door
+from runtime.errors import RequestError, UnsupportedModelError
+from tests.checkpoints import chain, edit_json, tiny, tok_b, tok_s
+
+FLAGS = ["--max-len", "128", "--max-slots", "1"]
+ALPHABET = {97 + i: 98 + i for i in range(25)} | {122: 256, 10: 97}
+"""After the newline that a ChatML prompt ends with: a, b, c, ... z, end."""
+
+
+@pytest.fixture
+def alphabet(tmp_path):
+    return str(tok_b(chain(tmp_path / "alphabet", ALPHABET)))
+
+
+def door(*arguments, stdin=""):
+    """Run a door in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+# python -m models
+
+
+def test_a_checkpoint_is_described_line_by_line(tmp_path, capsys):
+    path = tiny(tmp_path / "small", "qwen3", eos_token_id=[5, 6], tie_word_embeddings=True)
+    assert look([str(path)]) == 0
+    lines = {line[:16].strip(): line[16:] for line in capsys.readouterr().out.splitlines()}
+    assert lines["model"] == "small"
+    assert lines["family"] == "qwen3 (Qwen3ForCausalLM)"
+    assert lines["shapes"].startswith("L 2 layers, C 256 hidden, H 8 heads, K 2 kv heads, D 32 head dim, F 344 MLP, V 512")
+    assert lines["traits"] == "rope default, theta 10000; per-head q and k norm; LM head tied to the embedding"
+    assert lines["dtype"] == "bfloat16"
+    assert lines["parameters"] == "988,544"
+    assert lines["read per token"] == "1,977,088 bytes of weights, and K and V of the context"
+    assert lines["KV cache"] == "512 bytes per position"
+    assert lines["end ids"] == "5, 6"
+    assert lines["supported"] == "yes"
+
+
+def test_bytes_may_be_counted_in_another_dtype(tmp_path, capsys):
+    assert look([str(tiny(tmp_path)), "--dtype", "float32"]) == 0
+    assert "dtype           float32; stored as bfloat16" in capsys.readouterr().out
+
+
+def test_what_is_not_supported_says_why_with_exit_code_1(tmp_path, capsys):
+    edit_json(tiny(tmp_path) / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"])
+    assert look([str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith("supported       no: ")
+
+
+def test_random_models_say_so(capsys):
+    assert look(["random:llama-2-7b"]) == 0
+    out = capsys.readouterr().out
+    assert "random weights, seed 0" in out
+    assert "13,214,687,232 bytes of weights" in out
+
+
+def test_a_folder_that_is_none_is_one_line_on_stderr():
+    code, out, err = door("models", "./nothing")
+    assert (code, out) == (1, "")
+    assert err == "error: './nothing' is no folder; give `demo`, a local folder, a Hugging Face hub id or `random:<shape>`\n"
+
+
+# python -m runtime
+
+
+def test_a_prompt_goes_through_the_chat_template_and_streams_to_stdout(alphabet, capsys):
+    assert talk([alphabet, "--prompt", "hi", *FLAGS]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "abcdefghijklmnopqrstuvwxyz\n"
+    assert "[21 prompt tokens, 27 output tokens, first token " in captured.err
+    assert "tok/s]" in captured.err
+    assert "dtype bfloat16" in captured.err
+
+
+def test_raw_leaves_the_template_out(alphabet, capsys):
+    assert talk([alphabet, "--prompt", "x", "--raw", *FLAGS]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "yz\n"
+    assert "[1 prompt tokens, 3 output tokens" in captured.err
+
+
+def test_a_model_without_a_template_continues_the_text(tmp_path, capsys):
+    path = tok_s(chain(tmp_path, {263: 264, 264: 265, 265: 2}, eos_token_id=2))
+    assert talk([str(path), "--prompt", "a", *FLAGS]) == 0
+    assert capsys.readouterr().out == " b c\n"
+
+
+def test_max_tokens_cuts_and_ignore_eos_runs_on(alphabet, capsys):
+    talk([alphabet, "--prompt", "x", "--raw", "--max-tokens", "1", *FLAGS])
+    assert capsys.readouterr().out == "y\n"
+    talk([alphabet, "--prompt", "x", "--raw", "--max-tokens", "5", "--ignore-eos", *FLAGS])
+    captured = capsys.readouterr()
+    assert captured.out == "yz\n"
+    assert "5 output tokens" in captured.err
+
+
+def test_ids_take_the_place_of_a_text(alphabet, capsys):
+    assert talk([alphabet, "--prompt-ids", "120,121", *FLAGS]) == 0
+    assert capsys.readouterr().out == "z\n"
+
+
+def test_a_piped_prompt_is_read_without_its_last_newline(alphabet, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
+    assert talk([alphabet, "--raw", *FLAGS]) == 0
+    assert capsys.readouterr().out == "yz\n"
+
+
+def test_a_seed_repeats_a_sampled_answer(tmp_path, capsys):
+    path = str(tok_b(tiny(tmp_path)))
+    answers = []
+    for seed in ("1", "1", "2"):
+        talk([path, "--prompt-ids", "1,2,3", "--temperature", "1", "--seed", seed, "--max-tokens", "20", *FLAGS])
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_random_models_ask_for_ids_before_weights_are_made():
+    with pytest.raises(RequestError, match=r"random:llama-2-7b has no tokenizer; give --prompt-ids 1,2,3"):
+        talk(["random:llama-2-7b", "--prompt", "hi"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--prompt", "x", "--ops", "fused", "--device", "cpu"], 1, "error: ops fused was asked for"),
+        (["--prompt", "x" * 200], 1, "error: the prompt has"),
+        (["--prompt", ""], 1, ""),
+        (["--prompt-ids", "5000"], 1, "error: token id 5000 is outside the vocabulary"),
+        (["--prompt", "x", "--temperature", "nan"], 1, "error: temperature is nan"),
+        (["--prompt", "x", "--max-tokens", "0"], 1, "error: max_tokens is 0"),
+        (["--prompt-ids", "1,x"], 2, "no list of token ids"),
+        (["--dtype", "int8"], 2, "invalid choice"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_one_sentence_and_an_exit_code(alphabet, capsys, arguments, code, words):
+    if arguments == ["--prompt", ""]:
+        arguments = [*arguments, "--raw"]
+        words = "error: the prompt has no tokens"
+    with pytest.raises(SystemExit) as ended:
+        run_door(lambda: talk([alphabet, *arguments, *FLAGS]))
+    assert ended.value.code == code
+    err = capsys.readouterr().err
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_leaves_is_no_error(alphabet):
+    command = f"{sys.executable} -m runtime {alphabet} --prompt x --raw --ignore-eos --max-len 100 | head -c 1"
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; echo code ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "ycode 141\n"
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_ctrl_c_ends_a_door_with_130(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        run_door(interrupted)
+    assert ended.value.code == 130
+
+
+def test_an_unsupported_model_ends_a_door_with_1(capsys):
+    def refuse():
+        raise UnsupportedModelError("no such kind")
+
+    with pytest.raises(SystemExit) as ended:
+        run_door(refuse)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: no such kind\n"
+
+
+# The chat
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Makes stdin a terminal on which these lines are typed; an exception stands for its key."""
+
+    def type_lines(*lines):
+        waiting = list(lines)
+
+        def read(_prompt):
+            line = waiting.pop(0) if waiting else EOFError()
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(sys, "stdin", type("Terminal", (io.StringIO,), {"isatty": lambda self: True})())
+
+    return type_lines
+
+
+def prompt_tokens(err):
+    return [int(line.split()[0][1:]) for line in err.splitlines() if line.startswith("[")]
+
+
+def test_a_chat_keeps_its_history_and_ends_at_ctrl_d(alphabet, typed, capsys):
+    typed("hi", "", "  ", KeyboardInterrupt(), "ho")
+    assert talk([alphabet, "--max-tokens", "3", *FLAGS]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "abc\nabc\n"
+    first, second = prompt_tokens(captured.err)
+    turn = len("<user\nho>\n") + len("<assistant\nabc>\n")
+    assert (first, second) == (21, 21 + turn)
+
+
+def test_a_system_message_stands_in_front(alphabet, typed, capsys):
+    typed("hi")
+    talk([alphabet, "--system", "be brief", *FLAGS])
+    assert prompt_tokens(capsys.readouterr().err) == [21 + len("<system\nbe brief>\n")]
+
+
+def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(alphabet, typed, capsys, monkeypatch):
+    shown = []
+    original = terminal._show
+
+    def show(text):
+        shown.append(text)
+        if "".join(shown) == "abc":
+            signal.raise_signal(signal.SIGINT)
+        return original(text)
+
+    monkeypatch.setattr(terminal, "_show", show)
+    typed("hi", "ho")
+    assert talk([alphabet, *FLAGS]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("abc")
+    assert len(first) < 6
+    assert second == "abcdefghijklmnopqrstuvwxyz"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_conversation_that_fills_the_context_begins_anew(alphabet, typed, capsys):
+    typed("hi", "x" * 90, "ho")
+    assert talk([alphabet, "--max-tokens", "3", *FLAGS]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "abc\nabc\n"
+    assert "A new conversation begins." in captured.err
+    assert prompt_tokens(captured.err) == [21, 21]
+
+
+def test_a_chat_needs_a_template(tmp_path, typed):
+    typed("hi")
+    path = str(tok_b(chain(tmp_path, ALPHABET), chat_template=None))
+    with pytest.raises(RequestError, match="has no chat template to talk by"):
+        talk([path, *FLAGS])
