@@ -1,0 +1,112 @@
+"""The door `python -m server`: loads a model and serves it over HTTP. Owns the flags and the order of starting."""
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import socket
+
+import uvloop
+
+from models import Loaded, load_engine
+from runtime.__main__ import add_engine_flags, engine_config, run_door
+from runtime.errors import ConfigError
+from server.app import Service, Settings, create_app
+from server.serve import bind, listen, serve
+
+log = logging.getLogger("server")
+
+KEY_VARIABLE = "QUARTET_API_KEY"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of this door."""
+    flags = argparse.ArgumentParser(prog="python -m server", description="Serve a model over HTTP, with OpenAI's API.")
+    add_engine_flags(flags, model_positional=False)
+    http = flags.add_argument_group("server")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    http.add_argument("--port", type=int, default=8000, help="0 takes any free port (default: 8000)")
+    http.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="names the model answers to, the first is official"
+    )
+    http.add_argument("--api-key", metavar="K", help=f"bearer token of every path but /health (default: ${KEY_VARIABLE})")
+    http.add_argument(
+        "--max-queue", type=int, default=128, metavar="N", help="requests that may wait for a slot (default: 128)"
+    )
+    http.add_argument("--max-body-bytes", type=int, metavar="N", help="default: 8 MiB, or 64 bytes a position if that is more")
+    http.add_argument("--shutdown-timeout", type=float, default=30, metavar="S", help="seconds to finish answers (default: 30)")
+    http.add_argument("--cors-origins", nargs="+", default=[], metavar="ORIGIN", help="pages that may call; * is any")
+    http.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    return flags
+
+
+def settings(args: argparse.Namespace, label: str) -> Settings:
+    """What the flags say of the server.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+    for name, least in (("max_queue", 0), ("shutdown_timeout", 0), ("max_body_bytes", 1)):
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {least} or above")
+    if args.api_key == "":
+        raise ConfigError("--api-key is empty, which would lock nothing; leave it out or give a key")
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port is {args.port}; it must lie between 0 and 65535")
+    return Settings(
+        names=tuple(args.served_model_name or [label]),
+        max_queue=args.max_queue,
+        max_body_bytes=args.max_body_bytes,
+        api_key=args.api_key or os.environ.get(KEY_VARIABLE),
+        cors_origins=tuple(args.cors_origins),
+    )
+
+
+def announce(loaded: Loaded, wanted: Settings, sock: socket.socket) -> None:
+    """Say what is served, how, and where."""
+    defaults = wanted.defaults
+    for note in loaded.notes:
+        print(note)
+    print(f"KV cache {loaded.engine.cache.nbytes / 1e9:.2f} GB")
+    print(
+        f"sampling defaults: temperature {defaults.temperature:g}, top_p {defaults.top_p:g}, top_k {defaults.top_k}, "
+        f"min_p {defaults.min_p:g} (the API's)"
+    )
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::") and wanted.api_key is None:
+        log.warning("anyone who can reach this machine can use this server; set --api-key or $%s", KEY_VARIABLE)
+    print(f"Serving {wanted.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Take the port, read the weights, open the port, serve until a signal."""
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    for name in ("uvicorn.error", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    settings(args, "")  # a wrong flag is told before the weights are read
+    with bind(args.host, args.port) as sock:
+        loaded = load_engine(args.model, engine_config(args), revision=args.revision)
+        wanted = settings(args, loaded.source.label)
+        service = Service(loaded.engine, loaded.tokenizer, loaded.source.end_ids, wanted)
+        app = create_app(service, wanted)
+        gc.collect()
+        gc.freeze()  # what was made so far stays: collections need not walk it between two tokens
+        listen(sock)
+        announce(loaded, wanted, sock)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(app, service.dispatcher, sock, args.shutdown_timeout))
+        if not service.dispatcher.stopped:  # inside a call that does not return; the interpreter could not end around it
+            logging.shutdown()
+            os._exit(0)
+        gc.unfreeze()  # else Triton's bindings complain at exit about what nobody took down
+
+
+def main() -> None:
+    args = parser().parse_args()
+    run_door(lambda: run(args))
+
+
+if __name__ == "__main__":
+    main()

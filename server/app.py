@@ -1,0 +1,150 @@
+"""Owns the routes and what each endpoint does, in the order of a request's walk. Does not own any step of the walk itself."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from runtime.engine import Engine
+from server.body import parse_object, read_body
+from server.dispatch import Dispatcher
+from server.errors import ModelNotFoundError, encode
+from server.gate import Gate, refuse_route
+from server.intake import Intake, Job, Tokenizer
+from server.reply import Reply, StreamPlan
+from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults
+from server.shapes import ChatShape, CompletionShape, Envelope, Shape
+
+MIN_BODY_BYTES = 8 << 20
+BODY_BYTES_PER_POSITION = 64
+"""A token is at most a few characters, and JSON may write one as six; lists of prompts hold several contexts."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the door decides.
+
+    Attributes:
+        names: the model's names, the first one official.
+        max_queue: requests that may wait beside those that hold a slot.
+        max_body_bytes: a larger body is refused unread; None: 8 MiB, or 64 bytes a position of the context if that is more.
+        api_key: bearer token of every path but /health; None asks for nothing.
+        cors_origins: origins whose pages may call; "*" is any.
+        defaults: sampling values of requests that set none.
+    """
+
+    names: tuple[str, ...]
+    max_queue: int = 128
+    max_body_bytes: int | None = None
+    api_key: str | None = None
+    cors_origins: tuple[str, ...] = ()
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+
+
+class Service:
+    """The endpoints of one engine."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, end_ids: Sequence[int], settings: Settings) -> None:
+        self.dispatcher = Dispatcher(engine, settings.max_queue)
+        self._intake = Intake(engine, tokenizer, end_ids, settings.defaults)
+        self._names = settings.names
+        self._max_len = engine.max_len
+        self._max_body_bytes = settings.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_PER_POSITION * engine.max_len)
+        self._created = int(time.time())
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """The worker lives as long as the app."""
+        self.dispatcher.start()
+        yield
+        self.dispatcher.stop()
+        self._intake.close()
+
+    async def completions(self, request: Request) -> Reply:
+        wanted = CompletionRequest.parse(await self._body(request))
+        model = self._model(wanted.model)
+        self.dispatcher.check(len(wanted.prompt) * wanted.n)  # before a million prompts are tokenized
+        return self._reply(wanted, model, await self._intake.completion(wanted), CompletionShape())
+
+    async def chat_completions(self, request: Request) -> Reply:
+        wanted = ChatRequest.parse(await self._body(request))
+        model = self._model(wanted.model)
+        return self._reply(wanted, model, await self._intake.chat(wanted), ChatShape())
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._describe(name) for name in self._names]})
+
+    async def model(self, request: Request) -> Response:
+        return _json(self._describe(self._model(request.path_params["name"])))
+
+    async def health(self, request: Request) -> Response:
+        self.dispatcher.check()
+        return _json({"status": "ok", "running": self.dispatcher.running, "waiting": self.dispatcher.waiting})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": installed_version()})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        self.dispatcher.check()
+        return parse_object(await read_body(request.scope, request.receive, self._max_body_bytes))
+
+    def _model(self, name: str | None) -> str:
+        if name is not None and name not in self._names:
+            raise ModelNotFoundError("this server has no model of that name; GET /v1/models lists what it serves", "model")
+        return name or self._names[0]
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        owner = {"object": "model", "created": self._created, "owned_by": "quartet"}
+        return {"id": name, **owner, "max_model_len": self._max_len}
+
+    def _reply(self, wanted: GenerationRequest, model: str, job: Job, shape: Shape) -> Reply:
+        envelope = Envelope(shape, uuid.uuid4().hex, int(time.time()), model)
+        usage = wanted.stream_options.include_usage
+        plan = StreamPlan(wanted.stream, usage, usage and wanted.stream_options.continuous_usage_stats)
+        return Reply(self.dispatcher, job, envelope, plan)
+
+
+def create_app(service: Service, settings: Settings) -> Starlette:
+    """The ASGI application around a service; its lifespan runs the worker."""
+    middleware = [Middleware(Gate, api_key=settings.api_key)]
+    if settings.cors_origins:  # outside of the gate: browsers ask first and bring no key
+        allow: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
+        middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors_origins, **allow))
+    app = Starlette(
+        routes=[
+            Route("/v1/completions", service.completions, methods=["POST"]),
+            Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
+            Route("/v1/models", service.models),
+            Route("/v1/models/{name:path}", service.model),
+            Route("/health", service.health),
+            Route("/version", service.version),
+        ],
+        middleware=middleware,
+        exception_handlers={HTTPException: refuse_route},
+        lifespan=service.lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def installed_version() -> str:
+    """Quartet's version, as its package was installed."""
+    try:
+        return version("quartet")
+    except PackageNotFoundError:
+        return "0+source"
+
+
+def _json(data: Any) -> Response:
+    return Response(encode(data), media_type="application/json")

@@ -1,0 +1,94 @@
+"""Owns what every HTTP request passes: its id, the API key, and the turning of errors into replies.
+
+Does not know routes or bodies. Pure ASGI: nothing is buffered.
+"""
+
+import hmac
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime.errors import QuartetError
+from server.errors import INTERNAL, ClientGoneError, UnauthorizedError, encode, error_object, nested, status_of
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health",)
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Gate:
+    """The outermost of our own layers.
+
+    Args:
+        app: what lies behind.
+        api_key: what every path but /health asks for as a bearer token; None asks for nothing.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._api_key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        wanted = headers.get("x-request-id", "")
+        request_id = wanted if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state |= {"request_id": request_id, "began": time.monotonic(), "logged": False}
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            if not self._admits(scope["path"], headers):
+                raise UnauthorizedError("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
+            await self._app(scope, receive, send_with_id)
+        except ClientGoneError as error:
+            log.info("request %s refused: %s", request_id, error)
+        except Exception as error:
+            if not isinstance(error, QuartetError):
+                log.exception("request %s failed by a mistake of ours", request_id)
+                error = INTERNAL
+            response = error_response(error)
+            if not state["logged"]:
+                log.info("request %s refused status=%d code=%s", request_id, response.status_code, status_of(error).name)
+            if started:
+                raise
+            await response(scope, receive, send_with_id)
+
+    def _admits(self, path: str, headers: Headers) -> bool:
+        if self._api_key is None or path in OPEN_PATHS:
+            return True
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._api_key)
+
+
+def error_response(error: QuartetError) -> Response:
+    """A reply by the table of server.errors."""
+    status = status_of(error)
+    return Response(encode(error_object(error)), status.code, dict(status.headers), "application/json")
+
+
+async def refuse_route(request: Request, error: Exception) -> Response:
+    """The router's own refusals, 404 and 405, in the API's form."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        body = nested("this endpoint does not take this method; see Allow", "invalid_request_error", "method_not_allowed")
+    else:
+        body = nested("there is no such endpoint", "invalid_request_error", "not_found")
+    return Response(encode(body), error.status_code, error.headers, "application/json")

@@ -1,0 +1,142 @@
+"""Owns the socket, uvicorn's settings and the way down on a signal. Does not own routes or flags."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from runtime.errors import ConfigError
+from server.dispatch import Dispatcher
+from server.errors import encode, nested
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep a connection in their pools: the server must not close one that a client is about to use."""
+MAX_HEADER_BYTES = 1 << 16
+LAST_WORDS_SECONDS = 1
+"""How long finished answers may take to reach their clients after draining."""
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP with refusals in the API's form and an end to headers."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(name + value)
+        super().on_header(name, value)
+
+    def _count(self, part: bytes) -> None:
+        self._header_bytes += len(part)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise ValueError("the headers are too large")  # the parser makes a 400 of it
+
+    def eof_received(self) -> None:
+        if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
+            self.send_400_response("the body is shorter than its Content-Length")
+
+    def send_400_response(self, msg: str) -> None:
+        body = encode(nested(msg, "invalid_request_error", "bad_request"))
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[400] + head + body)
+        self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: they would close the port before the drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take a port without opening it: connections are refused until `listen`.
+
+    Raises:
+        ConfigError: it is taken, or the address is not this machine's.
+    """
+    try:
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = info[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host {host!r} is not an address of this machine: {error.strerror}") from None
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+        return sock
+    except OSError as error:
+        sock.close()
+        raise _taken(host, port, error) from None
+
+
+def listen(sock: socket.socket) -> None:
+    """Open a bound port.
+
+    Raises:
+        ConfigError: another process took it in the meantime.
+    """
+    try:
+        sock.listen(2048)
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
+        raise _taken(host, port, error) from None
+
+
+def http_server(app: ASGIApp) -> uvicorn.Server:
+    """uvicorn around an app. asyncio and uvloop set TCP_NODELAY themselves: a token's bytes leave at once."""
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=LAST_WORDS_SECONDS,
+    )
+    return _Server(config)
+
+
+async def serve(app: ASGIApp, dispatcher: Dispatcher, sock: socket.socket, shutdown_timeout: float) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the process at once."""
+    server = http_server(app)
+    stopping = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stopping.is_set():
+            os._exit(128 + number)
+        log.info("draining for up to %g s; a second signal ends at once", shutdown_timeout)
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    await dispatcher.drain(shutdown_timeout)
+    server.should_exit = True
+    await running
+
+
+def _taken(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot use port {port} of {host}: {error.strerror}; stop what holds it or choose another --port")

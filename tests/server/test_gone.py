@@ -1,0 +1,176 @@
+"""Clients that go away or do not read: their slots are free within a token, and nobody else notices."""
+
+import json
+import logging
+import threading
+import time
+
+import pytest
+
+from tests import checkpoints
+from tests.server.serving import TEXT, local_server, raw_request, read_until, texts_of, until
+
+ENDLESS = dict(prompt="A", max_tokens=4000, ignore_eos=True)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_fifty_clients_that_reset_their_connection_leave_nothing_behind(letters, stream, caplog):
+    """The engine went on to max_tokens for a closed connection, and blocked the others."""
+    alone = min(first_token_seconds(letters) for _ in range(3))
+    with caplog.at_level(logging.INFO):
+        for _ in range(5):
+            socks = [letters.send(TEXT, stream=stream, **ENDLESS) for _ in range(8)]
+            until(lambda: letters.engine.num_running == 8)
+            socks += [letters.send(TEXT, stream=stream, **ENDLESS) for _ in range(2)]
+            until(lambda: letters.engine.num_waiting == 2)
+            if stream:
+                for sock in socks[:8]:
+                    read_until(sock, lambda data: data.count(b'"text":"A"') >= 3)
+            for sock in socks:
+                sock.close()
+            assert until(lambda: not letters.engine.has_work) < 1
+            letters.settle()
+    lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING or "finish=" in r.getMessage()]
+    assert len(lines) == 53 - 3
+    assert all(line.endswith("finish=cancelled") for line in lines)
+    assert len(letters.engine._scheduler._free) == 8
+    assert first_token_seconds(letters) < 5 * alone + 0.1
+
+
+def first_token_seconds(server):
+    """How long a client waits for its first token."""
+    start = time.monotonic()
+    with server.send(TEXT, prompt="a", stream=True, max_tokens=1) as sock:
+        read_until(sock, lambda data: b"[DONE]" in data)
+        seconds = time.monotonic() - start
+    server.settle()
+    return seconds
+
+
+def test_a_slot_is_free_within_a_token_of_its_clients_end(letters, monkeypatch):
+    """Steps are counted from the moment the event loop hears of the end."""
+    steps, heard = [], []
+    step, cancel = letters.engine.step, letters.service.dispatcher.cancel
+    monkeypatch.setattr(letters.engine, "step", lambda: steps.append(1) or step())
+    monkeypatch.setattr(letters.service.dispatcher, "cancel", lambda request_id: heard.append(len(steps)) or cancel(request_id))
+    with letters.send(TEXT, stream=True, **ENDLESS) as sock:
+        read_until(sock, lambda data: data.count(b'"text":"A"') >= 3)
+    until(lambda: not letters.engine.has_work)
+    assert len(steps) - heard[0] <= 2  # one that was about to begin, and the one that tells of the end
+
+
+def test_a_client_that_goes_during_prefill_stops_it(alphabet_model):
+    with local_server(alphabet_model, max_slots=1, prefill_chunk=16) as server:
+        chunks = []
+        prefill = server.engine.model.prefill
+
+        def slow(*args):
+            chunks.append(1)
+            time.sleep(0.01)
+            return prefill(*args)
+
+        server.engine.model.prefill = slow
+        with server.send(TEXT, prompt=[65] * 8000, max_tokens=5):
+            until(lambda: len(chunks) >= 3)
+        assert until(lambda: not server.engine.has_work) < 1
+        assert len(chunks) < 100
+        server.engine.model.prefill = prefill
+        assert server.text("a", max_tokens=3) == "bcd"
+
+
+def test_a_client_that_goes_while_it_sends_its_body_is_no_error(letters, caplog):
+    with caplog.at_level(logging.INFO):
+        with letters.connect() as sock:
+            sock.sendall(raw_request(TEXT, b'{"prompt"', "1000"))
+            time.sleep(0.05)
+        until(lambda: any("went away" in r.getMessage() for r in caplog.records))
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert letters.text("a", max_tokens=3) == "bcd"
+
+
+def test_a_client_that_never_reads_is_given_up(alphabet_model, monkeypatch):
+    """What it does not read is kept nowhere without bound: the connection fills, and after a while it counts as gone."""
+    monkeypatch.setattr("server.reply.SEND_SECONDS", 0.3)
+    with local_server(alphabet_model, send_buffer=4096, max_slots=1) as server:
+        fields = dict(
+            ENDLESS, stream=True, max_tokens=8000, stream_options={"include_usage": True, "continuous_usage_stats": True}
+        )
+        with server.connect() as sock:
+            sock.setsockopt(1, 8, 4096)  # SO_RCVBUF
+            sock.sendall(raw_request(TEXT, json.dumps(fields).encode()))
+            until(lambda: server.engine.num_running == 1)
+            server.settle()
+            assert server.text("a", max_tokens=3) == "bcd"
+
+
+def test_a_slow_reader_gets_every_token_and_delays_nobody(letters):
+    """Its tokens wait for it; a request can leave no more of them than the context has positions."""
+    body = json.dumps(dict(ENDLESS, stream=True, max_tokens=600)).encode()
+    with letters.connect() as sock:
+        sock.sendall(raw_request(TEXT, body))
+        assert letters.text("a", max_tokens=3) == "bcd"
+        until(lambda: not letters.engine.has_work)
+        data = read_until(sock, lambda data: b"[DONE]" in data)
+    assert data.count(b'"text":"A"') == 600
+
+
+@pytest.fixture(scope="module")
+def random_model(folder):
+    """TINY in float32, which answers with ids; two requests may wait beside eight."""
+    with local_server(checkpoints.tok_b(checkpoints.tiny(folder / "tiny")), {"max_queue": 2}, text=False) as server:
+        yield server
+
+
+class TestMany:
+    """Requests at once: the same texts as alone, in turn, and not more than the queue holds."""
+
+    def test_eight_streams_at_once_give_the_same_texts_as_alone(self, random_model):
+        prompts = [[(7 * i + 3 * j) % 512 for j in range(3 + 9 * i)] for i in range(8)]
+        sampled = [dict(prompt=p, max_tokens=40, temperature=float(i % 2), seed=i) for i, p in enumerate(prompts)]
+        alone = [random_model.text(**fields) for fields in sampled]
+        assert alone == [random_model.text(**fields) for fields in sampled]
+        together = [""] * 8
+
+        def ask(i):
+            together[i] = "".join(texts_of(random_model.events(TEXT, **sampled[i])))
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert together == alone
+
+    def test_a_ninth_waits_its_turn_and_a_full_queue_says_so(self, random_model):
+        body = dict(prompt=[1], max_tokens=400, stream=True, temperature=0)
+        running = [random_model.send(TEXT, **body) for _ in range(8)]
+        until(lambda: random_model.engine.num_running == 8)
+        waiting = [random_model.send(TEXT, **{**body, "max_tokens": 3}) for _ in range(2)]
+        until(lambda: random_model.engine.num_waiting == 2)
+        until(lambda: random_model.http.get("/health").json() == {"status": "ok", "running": 8, "waiting": 2})
+        response = random_model.http.post(TEXT, json=body)
+        assert response.status_code == 429
+        assert response.headers["retry-after"]
+        assert response.json()["error"]["code"] == "queue_full"
+        with waiting[0], waiting[1]:
+            running.pop().close()
+            data = read_until(waiting[0], lambda data: b"[DONE]" in data)
+            assert data.count(b'"finish_reason":"length"') == 1
+            read_until(waiting[1], lambda data: b"[DONE]" in data)
+        for sock in running:
+            sock.close()
+        random_model.settle()
+
+    def test_the_queue_takes_all_choices_of_a_request_or_none(self, random_model):
+        assert len(random_model.complete([1], n=10, max_tokens=2)["choices"]) == 10
+        with random_model.send(TEXT, prompt=[1], n=10, max_tokens=400):
+            until(lambda: random_model.engine.num_running == 8)
+            assert random_model.http.post(TEXT, json={"prompt": [1]}).status_code == 429
+        random_model.settle()
+
+
+def test_events_leave_one_by_one(letters):
+    """A layer that buffers would give the whole stream at once."""
+    with letters.http.stream("POST", TEXT, json=dict(prompt="A", stream=True, max_tokens=100)) as response:
+        running = [letters.engine.num_running for line in response.iter_lines() if line]
+    assert running[:50].count(1) > 25

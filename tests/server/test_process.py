@@ -1,0 +1,242 @@
+"""`python -m server` as its users meet it: a process, real clients, signals, and starts that must fail."""
+
+import itertools
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import openai
+import psutil
+import pytest
+
+from runtime.errors import ConfigError
+from server.__main__ import parser, run
+from tests.server.conftest import alphabet, with_tok_b
+from tests.server.serving import CHAT, TEXT, read_until, server_process, start_server, until
+from tests.server.test_gone import ENDLESS
+
+GRACE = 1.0
+
+
+@pytest.fixture(scope="module")
+def server(alphabet_model):
+    with server_process(
+        alphabet_model, "--served-model-name", "letters", "more", "--api-key", "k", "--max-slots", "2"
+    ) as process:
+        process.http.headers["authorization"] = "Bearer k"
+        yield process
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="k", max_retries=0) as client:
+        yield client
+
+
+class TestOpenAI:
+    def test_completions(self, client):
+        whole = client.completions.create(model="letters", prompt="a", max_tokens=5, temperature=0)
+        assert (whole.choices[0].text, whole.choices[0].finish_reason, whole.usage.total_tokens) == ("bcdef", "length", 6)
+        chunks = list(client.completions.create(model="letters", prompt="x", max_tokens=5, stream=True))
+        assert [chunk.choices[0].text for chunk in chunks] == ["y", "z", ""]
+        assert chunks[-1].choices[0].finish_reason == "stop"
+
+    def test_chats(self, client):
+        say = dict(model="more", messages=[{"role": "user", "content": "x"}], stop=["q"], n=2, user="me")
+        whole = client.chat.completions.create(**say)
+        assert [choice.message.role for choice in whole.choices] == ["assistant", "assistant"]
+        assert whole.model == "more"
+        chunks = list(client.chat.completions.create(**say, stream=True, stream_options={"include_usage": True}))
+        assert chunks[-1].usage == whole.usage
+        assert chunks[-1].choices == []
+        assert sum(chunk.choices[0].finish_reason is not None for chunk in chunks[:-1]) == 2
+
+    def test_errors(self, client, server):
+        with pytest.raises(openai.NotFoundError, match="no model of that name"):
+            client.completions.create(model="nope", prompt="a")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="letters", prompt="a", logit_bias={}, presence_penalty=1)
+        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", "presence_penalty")
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="letters", prompt="a" * 9000)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="x", max_retries=0).models.list()
+
+    def test_models(self, client):
+        assert [model.id for model in client.models.list()] == ["letters", "more"]
+        assert client.models.retrieve("letters").model_extra["max_model_len"] == 8192
+
+
+def test_the_start_says_what_is_served_and_how(server):
+    output = "".join(server.output)
+    for part in (
+        "context 8192",
+        "KV cache",
+        "ops unfused",
+        "graph off",
+        "temperature 1",
+        "top_p 1",
+        "Serving letters on http://127.0.0.1:",
+    ):
+        assert part in output
+
+
+def test_the_log_has_a_line_a_request_and_no_text_of_it(server):
+    server.http.post(TEXT, json={"prompt": "abcdefg", "max_tokens": 3}, headers={"x-request-id": "tell-me"})
+    until(lambda: any("tell-me" in line for line in server.output))
+    (line,) = [line for line in server.output if "tell-me" in line]
+    assert "prompt_tokens=7 completion_tokens=3" in line
+    assert not any("abcdefg" in line or "Bearer" in line or "POST" in line for line in server.output)
+
+
+def test_curl_sees_tokens_as_they_come(server):
+    request = '{"prompt": "A", "max_tokens": 500, "stream": true}'
+    command = ["curl", "-sN", f"http://127.0.0.1:{server.port}{TEXT}", "-H", "Authorization: Bearer k", "-d", request]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as curl:
+        times = [time.monotonic() for line in curl.stdout if line.startswith("data: ")]
+    assert len(times) == 501
+    assert times[-1] - times[0] > 0.1
+
+
+def test_a_killed_client_frees_its_slot(server):
+    """Of two slots both are taken by one client; another's request runs as soon as it is gone."""
+    url, body = f"http://127.0.0.1:{server.port}{TEXT}", dict(prompt="A", n=2, max_tokens=8000, stream=True)
+    script = (
+        "import httpx\n"
+        f"with httpx.stream('POST', {url!r}, json={body}, headers={{'authorization': 'Bearer k'}}) as response:\n"
+        "    for line in response.iter_lines():\n"
+        "        print(line, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as victim:
+        for _ in range(20):
+            victim.stdout.readline()
+        victim.kill()
+        start = time.monotonic()
+        assert server.text("a", max_tokens=3) == "bcd"
+        assert time.monotonic() - start < 1
+    assert server.http.get("/health").json()["status"] == "ok"
+
+
+class TestSignals:
+    def test_one_drains_and_ends_with_zero(self, alphabet_model):
+        """Streams were cut without an end, or the process waited for all of a long answer."""
+        flags = ("--shutdown-timeout", str(GRACE), "--max-slots", "2", "--log-level", "warning")
+        with server_process(alphabet_model, *flags) as server:
+            children = psutil.Process(server.popen.pid).children(recursive=True)
+            short = server.send(TEXT, prompt="A", stream=True, max_tokens=100)
+            endless = server.send(TEXT, stream=True, **ENDLESS | {"max_tokens": 8000})
+            read_until(endless, lambda data: b'"text"' in data)
+            queued = server.send(TEXT, stream=True, **ENDLESS | {"max_tokens": 8000})
+            until(lambda: server.http.get("/health").json()["waiting"] == 1)
+            server.popen.send_signal(signal.SIGTERM)
+            start = time.monotonic()
+            until(lambda: server.http.get("/health").status_code == 503)
+            assert server.refusal(CHAT, messages=[{"role": "user", "content": "a"}])[1]["code"] == "not_serving"
+            ends = [read_until(sock, lambda data: b"[DONE]" in data) for sock in (short, endless, queued)]
+            assert b'"finish_reason":"length"' in ends[0]
+            for end in ends[1:]:
+                assert b'"error":{' in end
+                assert end.count(b"[DONE]") == 1
+            assert server.popen.wait(10) == 0
+            assert time.monotonic() - start < GRACE + 2
+            assert children == []
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", server.port))
+
+    def test_an_idle_server_ends_at_once(self, alphabet_model):
+        with server_process(alphabet_model) as server:
+            server.http.get("/health")  # its connection stays open
+            start = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - start < 2
+        assert "draining" in server.output[-1]
+
+    def test_a_second_one_does_not_wait(self, alphabet_model):
+        with server_process(alphabet_model, "--shutdown-timeout", "60") as server:
+            endless = server.send(TEXT, stream=True, **ENDLESS)
+            read_until(endless, lambda data: b'"text"' in data)
+            server.popen.send_signal(signal.SIGINT)
+            until(lambda: server.http.get("/health").status_code == 503)
+            server.popen.send_signal(signal.SIGINT)
+            start = time.monotonic()
+            assert server.popen.wait(10) != 0
+            assert time.monotonic() - start < 1
+
+    def test_a_device_that_hangs_does_not_keep_the_process(self, alphabet_model):
+        """The interpreter cannot end around a thread that is inside of a call."""
+        hang = "import time, runtime.engine; runtime.engine.Engine.step = lambda self: time.sleep(1000); "
+        with server_process(alphabet_model, "--shutdown-timeout", "0.2", prelude=hang) as server:
+            stuck = server.send(TEXT, prompt="A")
+            assert server.http.get("/health").status_code == 200
+            start = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - start < 3
+            assert read_until(stuck, lambda data: b"}}" in data).startswith(b"HTTP/1.1 503")
+
+
+class TestStart:
+    def outcome(self, model, *flags):
+        """Exit code and output of a start that fails."""
+        popen = start_server(model, *flags)
+        output, _ = popen.communicate(timeout=60)
+        return popen.returncode, output
+
+    def test_a_port_that_is_taken_is_told_before_the_weights_are_read(self, server, tmp_path):
+        code, output = self.outcome(tmp_path / "nothing here", "--port", str(server.port))
+        assert code == 1
+        assert re.fullmatch(
+            r"error: cannot use port \d+ of 127.0.0.1: .*; stop what holds it or choose another --port\n", output
+        )
+
+    def test_a_bad_folder_is_an_exit_code_and_not_a_server(self, tmp_path):
+        path = with_tok_b(tmp_path / "m", alphabet)
+        (path / "model.safetensors").write_bytes(b"")
+        code, output = self.outcome(path)
+        assert code == 1
+        assert output.splitlines()[-1].startswith("error: ")
+        assert "Serving" not in output
+
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            ("--max-queue", "-1"),
+            ("--port", "70000"),
+            ("--shutdown-timeout", "nan"),
+            ("--max-body-bytes", "0"),
+            ("--max-slots", "17"),
+            ("--api-key", ""),
+            ("--host", "192.0.2.1"),
+            ("--host", "no such host"),
+        ],
+    )
+    def test_a_wrong_flag_is_told_before_the_weights_are_read(self, tmp_path, flags):
+        with pytest.raises(ConfigError):
+            run(parser().parse_args(["--model", str(tmp_path / "nothing here"), "--port", "0", *flags]))
+
+    def test_a_server_for_everybody_without_a_key_is_warned_of(self, tmp_path):
+        popen = start_server(with_tok_b(tmp_path / "m", alphabet), "--host", "0.0.0.0", "--max-len", "16")
+        try:
+            lines = list(itertools.takewhile(lambda line: "Serving" not in line, popen.stdout))
+        finally:
+            popen.kill()
+            popen.communicate()
+        assert any("anyone" in line for line in lines)
+
+
+def test_the_flags_that_scripts_rely_on_are_there():
+    known = parser().format_help()
+    for flag in (
+        "--model",
+        "--host",
+        "--port",
+        "--max-queue",
+        "--api-key",
+        "--served-model-name",
+        "--shutdown-timeout",
+        "--revision",
+    ):
+        assert flag in known
