@@ -86,12 +86,14 @@ def load_engine(
     random_weights: bool = False,
     needed_len: int | None = None,
     progress: bool = True,
+    prepare: bool = True,
 ) -> Loaded:
     """Find a model, settle the config on this machine, load it and build its engine.
 
     Args:
         name: MODEL, see `find_model`.
         random_weights: the model's shapes with random weights.
+        prepare: compile kernels and capture graphs now; else the caller plays `Engine.prepare` before the first request.
         needed_len: positions the command needs; the capacity where config.max_len is None, the least it may be otherwise.
 
     Raises:
@@ -126,9 +128,8 @@ def load_engine(
     if source.note is not None:
         notes.insert(0, source.note)
     engine = Engine(decoder, settled)
-    spent = engine.prepare()
-    if device.type == "cuda":
-        notes.append(f"kernels compiled or loaded in {spent['compile']:.1f} s, graphs captured in {spent['capture']:.1f} s")
+    if prepare and device.type == "cuda":
+        notes.append(str(engine.prepare()))
     return Loaded(engine, source, tokenizer, settled, notes, seconds, size)
 
 

@@ -54,6 +54,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def run_door(run: Callable[[], int | None]) -> None:
     """Run a door and end the process: 0 or what `run` returns, 1 with one sentence for a QuartetError, 130 after Ctrl-C."""
+    # Without a workspace cuBLAS does not split K of a product of few rows over two launches: one launch an operation, and no
+    # slower. torch reads this at its first product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     try:
         code = run() or 0
         sys.stdout.flush()

@@ -36,6 +36,17 @@ class _Flight:
     landing: Landing
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Seconds that `Engine.prepare` took."""
+
+    compile_seconds: float
+    capture_seconds: float
+
+    def __str__(self) -> str:
+        return f"kernels compiled or loaded in {self.compile_seconds:.1f} s, graphs captured in {self.capture_seconds:.1f} s"
+
+
 class Engine:
     """Continuous batching over the slots of one model. Each `step` plays at most one prompt chunk and one decode step.
 
@@ -77,21 +88,18 @@ class Engine:
         """How decode steps are played now: the ops set's name, and whether graphs are replayed."""
         return self.ops_name, self.graph
 
-    def prepare(self, every_mode: bool = False) -> dict[str, float]:
+    def prepare(self, every_mode: bool = False) -> Prepared:
         """Compile every kernel of every ops set this device can run, and capture the mode's graphs; call once, before serving.
 
         Args:
             every_mode: capture the other ops set's graphs too; else they are captured when first switched to.
-
-        Returns:
-            Seconds spent: "compile" and "capture".
 
         Raises:
             ConfigError: a capture failed and graphs were asked for; with graph "auto" the engine goes on eagerly and logs why.
         """
         start = time.perf_counter()
         if self.model.device.type != "cuda":  # torch has nothing to compile
-            return {"compile": 0.0, "capture": 0.0}
+            return Prepared(0.0, 0.0)
         names = ["fused", "unfused"]
         self._warm_prefill()
         for name in names:
@@ -107,7 +115,7 @@ class Engine:
                 log.warning("graphs off: the capture failed (%s); decoding eagerly", error)
                 self.graph = False
                 self._graphs.clear()
-        return {"compile": compiled - start, "capture": time.perf_counter() - compiled}
+        return Prepared(compiled - start, time.perf_counter() - compiled)
 
     def switch(self, ops: str | None = None, graph: bool | None = None) -> float:
         """Change the mode between two steps; streams go on over the same cache. None keeps what is.

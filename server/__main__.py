@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     settings(args, "")  # a wrong flag is told before the weights are read
     with bind(args.host, args.port) as sock:
-        loaded = load_engine(args.model, engine_config(args), revision=args.revision)
+        loaded = load_engine(args.model, engine_config(args), revision=args.revision, prepare=False)
         wanted = settings(args, loaded.source.label)
         service = Service(loaded.engine, loaded.tokenizer, loaded.source.end_ids, wanted)
         app = create_app(service, wanted)

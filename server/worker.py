@@ -90,6 +90,7 @@ class Worker:
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
+            log.info("%s", self._engine.prepare())
             self._tell(Report())
             while self._take_messages():
                 if self._engine.has_work:

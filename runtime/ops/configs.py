@@ -30,21 +30,27 @@ class Tile:
 
 
 SINGLE: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(2, 4096, 4, 1),
+    ("norm_linear", 12288, 4096): Tile(8, 1024, 4, 1),
+    ("norm_linear", 6144, 4096): Tile(4, 4096, 4, 1),
     ("norm_linear", 32000, 4096): Tile(2, 4096, 4, 1),
-    ("proj_residual", 4096, 4096): Tile(2, 2048, 4, 1),
-    ("norm_gate_up", 11008, 4096): Tile(1, 4096, 4, 1),
+    ("norm_linear", 128256, 4096): Tile(2, 4096, 4, 1),
+    ("proj_residual", 4096, 4096): Tile(2, 4096, 4, 1),
+    ("norm_gate_up", 11008, 4096): Tile(2, 4096, 8, 1),
+    ("norm_gate_up", 14336, 4096): Tile(2, 4096, 8, 1),
     ("proj_residual", 4096, 11008): Tile(1, 256, 2, 1),
+    ("proj_residual", 4096, 14336): Tile(1, 2048, 4, 1),
 }
 """Batch 1 on an H200, by kernel, out features (F for norm_gate_up) and in features; bfloat16 weights."""
 
 BATCH: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(32, 128, 4, 6),
+    ("norm_linear", 32000, 4096): Tile(64, 64, 4, 6, early=False),
+    ("norm_linear", 128256, 4096): Tile(64, 64, 4, 6, early=False),
+    ("norm_gate_up", 11008, 4096): Tile(128, 64, 4, 4, early=False),
+    ("norm_gate_up", 14336, 4096): Tile(128, 64, 4, 4, early=False),
     ("proj_residual", 4096, 4096): Tile(64, 256, 4, 3, splits=2),
-    ("norm_gate_up", 11008, 4096): Tile(32, 128, 4, 6),
     ("proj_residual", 4096, 11008): Tile(64, 64, 4, 8, splits=2),
 }
-"""Batches of 2 to 16 on an H200."""
+"""Batches of 2 to 16 on an H200. 64 rows and up: with fewer, Triton has no wgmma for them."""
 
 FEW_BLOCKS = 192
 """Blocks below which a projection of a batch splits its in features: an H200 has 132 SMs."""
@@ -70,17 +76,18 @@ def _single_rule(kernel: Kernel, n: int, width: int) -> Tile:
 
 
 def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
-    """Slices that divide a row; 32 rows a block, 64 for a projection, and splits where blocks are few."""
+    """Slices that divide a row, 64 rows a block, and for a projection splits where blocks are few."""
     divisor = width & -width
-    rows = min(64 if kernel == "proj_residual" else 32, max(16, _floor_power(n)))
+    rows = min(64, max(16, _floor_power(n)))
     if itemsize > 2:
         return Tile(16, min(32, max(16, _floor_power(width))), 4, 2)
     k_slice = min(128, divisor) if divisor >= 32 else min(32, max(16, _floor_power(width)))
+    if kernel != "proj_residual":
+        return Tile(rows, k_slice, 8 if rows == 64 else 4, 4, early=False)
     splits = 1
-    if kernel == "proj_residual":
-        while splits < 4 and -(-n // rows) * splits < FEW_BLOCKS // 2 and _splits_fit(width // k_slice, splits * 2):
-            splits *= 2
-    return Tile(rows, k_slice, 4, 6 if k_slice <= 128 else 3, splits)
+    while splits < 4 and -(-n // rows) * splits < FEW_BLOCKS // 2 and _splits_fit(width // k_slice, splits * 2):
+        splits *= 2
+    return Tile(rows, k_slice, 4, 6, splits)
 
 
 def _splits_fit(slices: int, splits: int) -> bool:

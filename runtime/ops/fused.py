@@ -61,14 +61,14 @@ class FusedOps:
     ) -> Tensor:
         """Norm and projection -> `[B, (H+2K)*D]` float32; rotation and cache write are the attention launch's prologue."""
         out = self._buffer("qkv", (len(x), qkv.weight.shape[0]), x, torch.float32)
-        # The launch after the embedding has a full edge before it.
-        pdl = self.pdl and x is not self._buffers.get(("embedded", x.shape, x.dtype))
-        return norm_linear(x, norm, qkv, attention.eps, out, self._tile("norm_linear", x, qkv), pdl, self.interpreted)
+        after_embed = x is self._buffers.get(("embedded", x.shape, x.dtype))
+        tile = self._tile("norm_linear", x, qkv)
+        return norm_linear(x, norm, qkv, attention.eps, out, tile, self.pdl, self.interpreted, full_edge=after_embed)
 
     def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         spec = attention
         out = self._buffer("attention", (len(q), spec.heads * spec.head_dim), k_cache)
-        tile = self.attention_tile or _attention_tile(spec)
+        tile = self.attention_tile or _attention_tile(spec, len(q))
         key = ("attention", len(q), spec.heads, spec.kv_heads, spec.head_dim, tile)
         scratch = self._make(key, lambda: AttentionScratch.make(len(q), spec, q.device, _processors(q.device), tile))
         assert isinstance(scratch, AttentionScratch)
@@ -120,8 +120,9 @@ class FusedOps:
         return self.tiles.get(key) or tile_for(*key, batch=len(x), itemsize=x.element_size())
 
 
-def _attention_tile(spec: Attention) -> AttentionTile:
-    return AttentionTile(128, 128, 8, group=False) if spec.heads == spec.kv_heads else AttentionTile(64, 64, 4)
+def _attention_tile(spec: Attention, batch: int) -> AttentionTile:
+    """One query head a block where a KV head serves several and there is one row: 32 blocks a split fill the GPU, 8 do not."""
+    return AttentionTile(128, 128, 4, 1, group=spec.heads == spec.kv_heads) if batch == 1 else AttentionTile(64, 64, 4, 1)
 
 
 def _processors(device: torch.device) -> int:

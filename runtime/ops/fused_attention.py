@@ -266,7 +266,7 @@ def fused_attention(
     pdl: bool,
     interpreted: bool = False,
 ) -> Tensor:
-    """qkv `[B, (H + 2K) * D]` float32, raw; caches `[slots, K, S, D]` contiguous -> out `[B, H*D]`, idle rows zeros; the
+    """qkv `[B, (H + 2K) * D]` float32, raw; caches `[slots, K, S, D]` contiguous -> out `[B, H*D]`, idle rows zeros. The
     current k (normed, rotated) and v are written to (slot, position). Idle rows read and write no cache.
 
     Flash decoding (arXiv 2311.01282 section 3) over the keys of earlier positions, which are read before the wait: rows.slots

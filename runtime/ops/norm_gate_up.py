@@ -153,8 +153,8 @@ def _norm_gate_up_batch_kernel(
 def norm_gate_up(
     x: Tensor, norm: Tensor, gate_up: Linear, eps: float, out: Tensor, tile: Tile, pdl: bool, interpreted: bool = False
 ) -> Tensor:
-    """x `[B, C]` -> out `[B, F]` = silu(gate(h)) * up(h) with h = RMSNorm(x) * norm; gate's rows come first in `gate_up`
-    `[2F, C]`. float32 sums, rounded once. All contiguous; B is 1 to 16.
+    """x `[B, C]` -> out `[B, F]` = silu(gate(h)) * up(h), h = RMSNorm(x) * norm; gate's rows come first in `gate_up [2F, C]`.
+    float32 sums, rounded once. All contiguous; B is 1 to 16.
 
     A block takes the same rows of gate and up, so their product needs no second launch. The rest is as in norm_linear.
     Bytes: 2 * F * C weights, once; x and out stay in L2. Torch twin: `F.rms_norm`, two `F.linear`, `silu_mul_torch`.

@@ -128,13 +128,22 @@ def _norm_linear_batch_kernel(
 
 
 def norm_linear(
-    x: Tensor, norm: Tensor, linear: Linear, eps: float, out: Tensor, tile: Tile, pdl: bool, interpreted: bool = False
+    x: Tensor,
+    norm: Tensor,
+    linear: Linear,
+    eps: float,
+    out: Tensor,
+    tile: Tile,
+    pdl: bool,
+    interpreted: bool = False,
+    full_edge: bool = False,
 ) -> Tensor:
     """x `[B, C]` -> out `[B, N]` float32 = linear(RMSNorm(x) * norm), never rounded. All contiguous; B is 1 to 16.
 
     The norm costs no pass: a block sums x² while it streams its rows and scales its sums at the end. B = 1 streams rows through
     registers; above, weights are the M side of `tl.dot` and tokens the N side, so weights are read once for all rows. Both load
     their first weight tile before they wait for the kernel before them.
+    `full_edge` launches without the PDL attribute: the kernel starts when the one before has ended, and lets the next start.
     `interpreted` computes products in float32, for Triton's interpreter.
     Bytes: N * C weights, once; x (C a row, by every block) and out stay in L2. Torch twin: `F.rms_norm`, then `F.linear`.
     """
@@ -144,11 +153,11 @@ def norm_linear(
     shape = {"IN": width, "HAS_BIAS": linear.bias is not None, "ROWS": tile.rows, "K_SLICE": tile.k_slice, "PDL": pdl}
     grid = (triton.cdiv(n, tile.rows),)
     if batch == 1:
-        options = launch_options(tile.warps, 1, pdl)
+        options = launch_options(tile.warps, 1, pdl and not full_edge)
         _norm_linear_kernel[grid](x, norm, linear.weight, bias, out, n, eps, STAGES=tile.stages, **shape, **options)
     else:
         dot = dot_dtype(x.dtype, interpreted)
         shape |= {"EARLY": tile.early, "TOKENS": TOKENS, "RMS_FIRST": dot == tl.float16, "DOT_DTYPE": dot}
-        options = launch_options(tile.warps, tile.stages, pdl)
+        options = launch_options(tile.warps, tile.stages, pdl and not full_edge)
         _norm_linear_batch_kernel[grid](x, norm, linear.weight, bias, out, batch, n, eps, **shape, **options)
     return out
