@@ -3,32 +3,12 @@
 Decoding at small batches reads every weight for each step, so bytes / read ceiling is the least time a step can take.
 """
 
-import re
 import time
 from dataclasses import dataclass
 
 import torch
 
-from runtime.device import free_bytes
-
-DATASHEET_GBPS = {
-    "H200": 4800,
-    "H100 NVL": 3900,
-    "H100 PCIe": 2000,
-    "H100": 3350,
-    "GH200 480GB": 4000,
-    "B200": 8000,
-    "A100 80GB PCIe": 1935,
-    "A100-SXM4-80GB": 2039,
-    "A100": 1555,
-    "L40": 864,
-    "L40S": 864,
-    "L4": 300,
-    "RTX 5090": 1792,
-    "RTX 4090": 1008,
-    "RTX 3090": 936,
-}
-"""Read and write bandwidth of NVIDIA's datasheets in GB/s, by words of the device name."""
+from runtime.device import datasheet_gbps, free_bytes
 
 CUDA_BYTES, CPU_BYTES = 4 << 30, 1 << 28
 
@@ -80,9 +60,3 @@ def _measure_cuda(device: torch.device) -> Ceiling:
     del buffer
     torch.cuda.empty_cache()
     return Ceiling(gbps, how, datasheet_gbps(torch.cuda.get_device_name(device)))
-
-
-def datasheet_gbps(name: str) -> float | None:
-    """The datasheet's figure for a device name; the longest match of whole words decides."""
-    matches = [words for words in DATASHEET_GBPS if re.search(rf"\b{words}\b", name)]
-    return float(DATASHEET_GBPS[max(matches, key=len)]) if matches else None

@@ -21,6 +21,7 @@ class FilledModel:
         self.num_layers = self._model.num_layers
         self.num_kv_heads = self._model.num_kv_heads
         self.head_dim = self._model.head_dim
+        self.qk_norm = self._model.qk_norm
         self.device = self._model.device
         self.dtype = self._model.dtype
 

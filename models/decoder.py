@@ -58,6 +58,7 @@ class Decoder:
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
+        self.qk_norm = config.qk_norm
         self.device = self.embedding.device
         self.dtype = self.embedding.dtype
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())

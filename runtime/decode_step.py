@@ -26,6 +26,8 @@ class Model(Protocol):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    qk_norm: bool
+    """Whether q and k are normed per head."""
     device: torch.device
     dtype: torch.dtype
 
@@ -58,6 +60,16 @@ class DecodeStep:
         """
         rows, logits = self.model.decode(slot_of_row, self.state, self.cache, self.ops)
         return self.sampler.draw(logits, rows, self.state, variant, self.ops.pdl), logits
+
+    @property
+    def launches_per_layer(self) -> int:
+        """Kernel launches of one layer on CUDA."""
+        return self.ops.launches_per_layer + (self.ops.launches_per_qk_norm if self.model.qk_norm else 0)
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches of one step on CUDA with the plain draw, as a profiler counts them; copies are not among them."""
+        return self.model.num_layers * self.launches_per_layer + self.ops.launches_around + self.sampler.launches
 
 
 def pack(request: Request, limit: int) -> list[int]:

@@ -1,6 +1,10 @@
-"""Owns what this machine can do: settles every `auto` of an EngineConfig and reads free memory. Does not allocate anything."""
+"""Owns what this machine can do: settles every `auto` of an EngineConfig, reads memory figures, knows datasheets' read rates.
+
+Does not allocate or measure anything.
+"""
 
 import importlib.util
+import re
 from dataclasses import replace
 
 import psutil
@@ -8,6 +12,25 @@ import torch
 
 from runtime.config import EngineConfig, OpsName, Switch
 from runtime.errors import ConfigError
+
+DATASHEET_GBPS = {
+    "H200": 4800,
+    "H100 NVL": 3900,
+    "H100 PCIe": 2000,
+    "H100": 3350,
+    "GH200 480GB": 4000,
+    "B200": 8000,
+    "A100 80GB PCIe": 1935,
+    "A100-SXM4-80GB": 2039,
+    "A100": 1555,
+    "L40": 864,
+    "L40S": 864,
+    "L4": 300,
+    "RTX 5090": 1792,
+    "RTX 4090": 1008,
+    "RTX 3090": 936,
+}
+"""Read and write bandwidth of NVIDIA's datasheets in GB/s, by words of the device name."""
 
 
 def resolve(config: EngineConfig, stored_dtype: str) -> tuple[EngineConfig, list[str]]:
@@ -52,7 +75,12 @@ def resolve(config: EngineConfig, stored_dtype: str) -> tuple[EngineConfig, list
             f"pdl on was asked for and {describe(torch.device(device))} has none (Hopper and newer do); use --pdl auto"
         )
     pdl: Switch = "on" if hopper and config.pdl != "off" else "off"
-    notes.append(f"ops {ops}, graph {'off' if graph == 'off' else 'on'}, pdl {pdl}" + ("" if fast else ": no CUDA device"))
+    why = "the CPU has no fused kernels, no graphs and no PDL"
+    if fast:
+        why = f"{describe(torch.device(device))} has all three" if hopper else "PDL came with Hopper; this GPU is older"
+    asked = [field for field in ("ops", "graph", "pdl") if getattr(config, field) != "auto"]
+    why += f"; {' and '.join(asked)} as asked for" if asked else ""
+    notes.append(f"ops {ops}, graph {'off' if graph == 'off' else 'on'}, pdl {pdl}: {why}")
     return replace(config, device=device, dtype=dtype, ops=ops, graph=graph, pdl=pdl), notes
 
 
@@ -63,8 +91,21 @@ def free_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def used_bytes(device: torch.device) -> int:
+    """Bytes this process holds on `device`: weights, caches, workspaces and graphs; on the CPU all of the process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_reserved(device)
+    return int(psutil.Process().memory_info().rss)
+
+
 def describe(device: torch.device) -> str:
     """The device in words, as it stands in outputs and results."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
+
+
+def datasheet_gbps(name: str) -> float | None:
+    """The datasheet's figure for a device name; the longest match of whole words decides."""
+    matches = [words for words in DATASHEET_GBPS if re.search(rf"\b{words}\b", name)]
+    return float(DATASHEET_GBPS[max(matches, key=len)]) if matches else None

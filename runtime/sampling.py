@@ -31,6 +31,8 @@ _LOW = 0xFFFFFFFF
 class Sampler:
     """Draws a step's tokens: in one launch where no filter is asked for and the device is CUDA, else in torch."""
 
+    launches = 1
+
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, int], SamplerScratch] = {}
 

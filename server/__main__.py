@@ -2,17 +2,18 @@
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import socket
+from collections.abc import Mapping
+from typing import Any
 
 import uvloop
 
 from models import Loaded, load_engine
 from runtime.__main__ import add_engine_flags, engine_config, run_door
 from runtime.errors import ConfigError
-from server.app import Service, Settings, create_app
+from server.app import Service, Settings, create_app, facts
 from server.serve import bind, listen, serve
 
 log = logging.getLogger("server")
@@ -37,6 +38,9 @@ def parser() -> argparse.ArgumentParser:
     http.add_argument("--max-body-bytes", type=int, metavar="N", help="default: 8 MiB, or 64 bytes a position if that is more")
     http.add_argument("--shutdown-timeout", type=float, default=30, metavar="S", help="seconds to finish answers (default: 30)")
     http.add_argument("--cors-origins", nargs="+", default=[], metavar="ORIGIN", help="pages that may call; * is any")
+    http.add_argument(
+        "--warm", choices=("mode", "all"), default="mode", help="graphs captured at start: the mode's (default) or every mode's"
+    )
     http.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return flags
 
@@ -61,6 +65,7 @@ def settings(args: argparse.Namespace, label: str) -> Settings:
         max_body_bytes=args.max_body_bytes,
         api_key=args.api_key or os.environ.get(KEY_VARIABLE),
         cors_origins=tuple(args.cors_origins),
+        every_mode=args.warm == "all",
     )
 
 
@@ -70,6 +75,7 @@ def announce(loaded: Loaded, wanted: Settings, sock: socket.socket) -> None:
     for note in loaded.notes:
         print(note)
     print(f"KV cache {loaded.engine.cache.nbytes / 1e9:.2f} GB")
+    print(floor(facts(loaded)))
     print(
         f"sampling defaults: temperature {defaults.temperature:g}, top_p {defaults.top_p:g}, top_k {defaults.top_k}, "
         f"min_p {defaults.min_p:g} (the API's)"
@@ -78,6 +84,14 @@ def announce(loaded: Loaded, wanted: Settings, sock: socket.socket) -> None:
     if host in ("0.0.0.0", "::") and wanted.api_key is None:
         log.warning("anyone who can reach this machine can use this server; set --api-key or $%s", KEY_VARIABLE)
     print(f"Serving {wanted.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
+
+def floor(known: Mapping[str, Any]) -> str:
+    """The least time that the memory bus allows a token, from what `facts` knows."""
+    if known["floor_ms"] is None:
+        return f"bandwidth floor: not known, no datasheet's read rate for {known['device_name']}"
+    read = f"{known['weight_bytes_per_token'] / 1e9:.2f} GB of weights at the datasheet's {known['datasheet_gbps']:,.0f} GB/s"
+    return f"bandwidth floor: {known['floor_ms']:.2f} ms a token, {read}"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -89,10 +103,8 @@ def run(args: argparse.Namespace) -> None:
     with bind(args.host, args.port) as sock:
         loaded = load_engine(args.model, engine_config(args), revision=args.revision, prepare=False)
         wanted = settings(args, loaded.source.label)
-        service = Service(loaded.engine, loaded.tokenizer, loaded.source.end_ids, wanted)
+        service = Service(loaded, wanted)
         app = create_app(service, wanted)
-        gc.collect()
-        gc.freeze()  # what was made so far stays: collections need not walk it between two tokens
         listen(sock)
         announce(loaded, wanted, sock)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -100,7 +112,6 @@ def run(args: argparse.Namespace) -> None:
         if not service.dispatcher.stopped:  # inside a call that does not return; the interpreter could not end around it
             logging.shutdown()
             os._exit(0)
-        gc.unfreeze()  # else Triton's bindings complain at exit about what nobody took down
 
 
 def main() -> None:

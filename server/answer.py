@@ -1,30 +1,82 @@
-"""Owns one choice's way from tokens to text: detokenizing, stop strings, its end. Does not know HTTP or the engine."""
+"""Owns one choice's way from tokens to text: detokenizing, the search for stop strings, its end.
 
-from collections.abc import Mapping
-from typing import Protocol
+Does not know HTTP or the engine, which ends at stop token ids itself.
+"""
 
+from collections.abc import Mapping, Sequence
+
+from models import Detokenizer
 from runtime.request import FinishReason
-from server.stops import StopMatcher
-
-
-class Detokenizer(Protocol):
-    """Turns a growing row of ids into text; what is not yet a whole character is held back."""
-
-    def push(self, ids: list[int], /) -> str:
-        """The text that these ids complete."""
-
-    def flush(self) -> str:
-        """What was held back, as well as it can be shown."""
 
 
 class IdText:
     """Stands in for a tokenizer where a model has none: an id's text is a space and its number."""
 
-    def push(self, ids: list[int], /) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         return "".join(f" {token}" for token in ids)
 
     def flush(self) -> str:
         return ""
+
+
+class StopMatcher:
+    """Passes text on until a stop string appears, holding back only what may yet become one.
+
+    Of several stops the one that is complete first wins; of those complete at the same character, the longest. The outcome does
+    not depend on how the text is cut into pieces.
+
+    Args:
+        stops: non-empty strings; none passes everything.
+        include: whether the found stop belongs to the text. Then nothing is ever held back.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self.found = False
+        self._patterns = [_Pattern(stop) for stop in stops]
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that is safe to show now. Once `found` is set nothing more may be pushed."""
+        assert not self.found
+        if not self._patterns:
+            return text
+        seen = self._held + text
+        for end, char in enumerate(text, len(self._held) + 1):
+            complete = [len(pattern.stop) for pattern in self._patterns if pattern.advance(char)]
+            if complete:
+                self.found, self._held = True, ""
+                return seen[:end] if self._include else seen[: end - max(complete)]
+        safe = len(seen) if self._include else len(seen) - max(pattern.matched for pattern in self._patterns)
+        self._held = seen[safe:]
+        return seen[:safe]
+
+    def flush(self) -> str:
+        """What was held back, once it is known that no more text follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Pattern:
+    """Knuth, Morris and Pratt's automaton of one stop string: a step a character, however long or repetitive the string."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0  # characters of `stop` that the text ends with now
+        self._border = [0] * len(stop)  # length of the longest proper prefix of stop[: i + 1] that is also its suffix
+        k = 0
+        for i in range(1, len(stop)):
+            while k and stop[i] != stop[k]:
+                k = self._border[k - 1]
+            k += stop[i] == stop[k]
+            self._border[i] = k
+
+    def advance(self, char: str) -> bool:
+        """Take one character; whether the stop is complete with it."""
+        while self.matched and self.stop[self.matched] != char:
+            self.matched = self._border[self.matched - 1]
+        self.matched += self.stop[self.matched] == char
+        return self.matched == len(self.stop)
 
 
 class Answer:
@@ -41,7 +93,9 @@ class Answer:
         finish: why it ended, or None while it grows.
     """
 
-    def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher, min_tokens: int, end_texts: Mapping[int, str]) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer | IdText, matcher: StopMatcher, min_tokens: int, end_texts: Mapping[int, str]
+    ) -> None:
         self.tokens = 0
         self.finish: FinishReason | None = None
         self._detokenizer = detokenizer

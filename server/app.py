@@ -2,9 +2,9 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,14 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from runtime.engine import Engine
+from models import Loaded
+from runtime.device import datasheet_gbps, describe
 from server.body import parse_object, read_body
 from server.dispatch import Dispatcher
 from server.errors import ModelNotFoundError, encode
-from server.gate import Gate, refuse_route
-from server.intake import Intake, Job, Tokenizer
-from server.reply import Reply, StreamPlan
-from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults
+from server.gate import Gate, refuse_foreign_pages, refuse_route
+from server.intake import Intake, Job
+from server.reply import Reply
+from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults, SwitchRequest
 from server.shapes import ChatShape, CompletionShape, Envelope, Shape
 
 MIN_BODY_BYTES = 8 << 20
@@ -42,6 +43,7 @@ class Settings:
         api_key: bearer token of every path but /health; None asks for nothing.
         cors_origins: origins whose pages may call; "*" is any.
         defaults: sampling values of requests that set none.
+        every_mode: prepare the modes that the engine does not start in, too.
     """
 
     names: tuple[str, ...]
@@ -50,16 +52,19 @@ class Settings:
     api_key: str | None = None
     cors_origins: tuple[str, ...] = ()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    every_mode: bool = False
 
 
 class Service:
-    """The endpoints of one engine."""
+    """The endpoints of one loaded model."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer | None, end_ids: Sequence[int], settings: Settings) -> None:
-        self.dispatcher = Dispatcher(engine, settings.max_queue)
-        self._intake = Intake(engine, tokenizer, end_ids, settings.defaults)
+    def __init__(self, loaded: Loaded, settings: Settings) -> None:
+        engine = loaded.engine
+        self.dispatcher = Dispatcher(engine, settings.max_queue, settings.every_mode)
+        self._intake = Intake(engine, loaded.tokenizer, loaded.source.end_ids, settings.defaults)
         self._names = settings.names
         self._max_len = engine.max_len
+        self._facts = {"model": settings.names[0], **facts(loaded)}
         self._max_body_bytes = settings.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_PER_POSITION * engine.max_len)
         self._created = int(time.time())
 
@@ -92,6 +97,16 @@ class Service:
         self.dispatcher.check()
         return _json({"status": "ok", "running": self.dispatcher.running, "waiting": self.dispatcher.waiting})
 
+    async def runtime(self, request: Request) -> Response:
+        """How steps are played; a POST changes that between two of them, and running streams go on."""
+        if request.method != "POST":
+            switched = await self.dispatcher.switch()
+            return _json({**self._facts, **asdict(switched.playing)})
+        refuse_foreign_pages(request.headers)
+        wanted = SwitchRequest.parse(await self._body(request))
+        switched = await self.dispatcher.switch(wanted.ops, None if wanted.graph is None else wanted.graph == "on")
+        return _json({**self._facts, **asdict(switched.playing), "stall_ms": round(switched.stall_ms, 3)})
+
     async def version(self, request: Request) -> Response:
         return _json({"version": installed_version()})
 
@@ -110,9 +125,7 @@ class Service:
 
     def _reply(self, wanted: GenerationRequest, model: str, job: Job, shape: Shape) -> Reply:
         envelope = Envelope(shape, uuid.uuid4().hex, int(time.time()), model)
-        usage = wanted.stream_options.include_usage
-        plan = StreamPlan(wanted.stream, usage, usage and wanted.stream_options.continuous_usage_stats)
-        return Reply(self.dispatcher, job, envelope, plan)
+        return Reply(self.dispatcher, job, envelope, wanted.stream, wanted.stream_options)
 
 
 def create_app(service: Service, settings: Settings) -> Starlette:
@@ -127,6 +140,7 @@ def create_app(service: Service, settings: Settings) -> Starlette:
             Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
+            Route("/v1/runtime", service.runtime, methods=["GET", "POST"]),
             Route("/health", service.health),
             Route("/version", service.version),
         ],
@@ -136,6 +150,25 @@ def create_app(service: Service, settings: Settings) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
+
+
+def facts(loaded: Loaded) -> dict[str, Any]:
+    """What stays the same of GET /v1/runtime. floor_ms, the least time of a token, is None without a datasheet's read rate."""
+    config, device = loaded.config, loaded.engine.model.device
+    token_bytes, rate = loaded.source.config.bytes_per_token(config.dtype), datasheet_gbps(describe(device))
+    return {
+        "dtype": config.dtype,
+        "device": config.device,
+        "device_name": describe(device),
+        "max_len": config.max_len,
+        "max_slots": config.max_slots,
+        "layers": loaded.engine.model.num_layers,
+        "weight_bytes": loaded.weight_bytes,
+        "weight_bytes_per_token": token_bytes,
+        "kv_cache_bytes": loaded.engine.cache.nbytes,
+        "datasheet_gbps": rate,
+        "floor_ms": None if rate is None else round(token_bytes / rate / 1e6, 3),
+    }
 
 
 def installed_version() -> str:

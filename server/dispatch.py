@@ -15,8 +15,8 @@ from typing import Literal
 from runtime.engine import Engine
 from runtime.errors import BusyError, DeviceError, QuartetError, RequestError
 from runtime.request import Request, TokenEvent
-from server.errors import NotServingError
-from server.worker import Cancel, Report, Submit, Worker
+from server.errors import ModeError, NotServingError
+from server.worker import Cancel, Report, Submit, Switch, Switched, Worker
 
 log = logging.getLogger(__name__)
 
@@ -83,22 +83,29 @@ class Dispatcher:
     Args:
         engine: driven by the worker's thread from `start` on.
         max_queue: requests that may wait beside those that hold a slot.
+        every_mode: prepare the modes that the engine does not start in, too.
 
     Attributes:
         capacity: requests that can be in at once.
         running, waiting: requests with a slot, and without, as the worker last told.
         stopped: whether no thread touches the engine.
+        leaving: set when the server is to end: by whoever hears the signal, or here, since the engine could not start.
+        start_failure: why it could not.
     """
 
-    def __init__(self, engine: Engine, max_queue: int) -> None:
+    def __init__(self, engine: Engine, max_queue: int, every_mode: bool = False) -> None:
         self.state: State = "starting"
         self.capacity = engine.config.max_slots + max_queue
         self.running = 0
         self.waiting = 0
         self.stopped = True
+        self.leaving = asyncio.Event()
+        self.start_failure: str | None = None
         self._engine = engine
+        self._every_mode = every_mode
         self._worker: Worker | None = None
         self._calls: dict[str, tuple[Call, int]] = {}  # every request the engine may still know
+        self._switches: deque[asyncio.Future[Switched]] = deque()  # asked and not yet answered, in this order
         self._idle = asyncio.Event()
         self._failure = ""
 
@@ -110,7 +117,7 @@ class Dispatcher:
             if not loop.is_closed():  # else nobody is left to hear it
                 loop.call_soon_threadsafe(self._receive, report)
 
-        self._worker = Worker(self._engine, tell)
+        self._worker = Worker(self._engine, tell, self._every_mode)
         self._worker.start()
         self.stopped = False
 
@@ -156,6 +163,23 @@ class Dispatcher:
         if request_id in self._calls and self._worker is not None:
             self._worker.put(Cancel(request_id))
 
+    async def switch(self, ops: str | None = None, graph: bool | None = None) -> Switched:
+        """Change how steps are played, between two of them; None keeps what is, and asks how that is.
+
+        Raises:
+            ModeError: this device cannot play that; nothing has changed.
+            NotServingError, DeviceError: as `check`.
+        """
+        self.check()
+        assert self._worker is not None
+        answer: asyncio.Future[Switched] = asyncio.get_running_loop().create_future()
+        self._switches.append(answer)
+        self._worker.put(Switch(ops, graph))
+        switched = await answer
+        if switched.refusal is not None:
+            raise ModeError(switched.refusal)
+        return switched
+
     async def drain(self, timeout: float) -> None:
         """Take no more requests, wait for those there are, and end what is left after `timeout` seconds with an error."""
         if self.state != "failed":
@@ -176,6 +200,9 @@ class Dispatcher:
 
     def _receive(self, report: Report) -> None:
         if report.failure is not None:
+            if self.state == "starting":
+                self.start_failure = report.failure
+                self.leaving.set()
             self.state, self._failure = "failed", report.failure
             self._fail_all(DeviceError(report.failure))
             self._calls.clear()
@@ -184,6 +211,8 @@ class Dispatcher:
         if self.state == "starting":
             self.state = "ready"
         self.running, self.waiting = report.running, report.waiting
+        if report.switched is not None and not (answer := self._switches.popleft()).done():
+            answer.set_result(report.switched)
         for request_id in report.admitted:
             call = self._calls[request_id][0]
             call.admitted = call.admitted or report.began
@@ -198,3 +227,6 @@ class Dispatcher:
     def _fail_all(self, error: QuartetError) -> None:
         for call, _ in self._calls.values():
             call.fail(error)
+        for answer in self._switches:
+            if not answer.done():
+                answer.set_exception(error)

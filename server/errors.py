@@ -1,18 +1,6 @@
 """Owns the one table from error to HTTP status, and the shape of an error reply. Does not own when an error is raised.
 
-The tree of runtime.errors, continued:
-
-    RequestError (runtime.errors)
-    ├── UnsupportedParameterError   a field that would change the answer and is not built
-    ├── ModelNotFoundError          a model name that is not served
-    ├── UnauthorizedError           the API key is missing or wrong
-    ├── BodyTooLargeError           the body is over the limit
-    └── BodyTimeoutError            the body did not arrive
-    BusyError (runtime.errors)
-    └── NotServingError             starting or draining
-    QuartetError (runtime.errors)
-    ├── GenerationError             a sound request that failed while it ran
-    └── ClientGoneError             nobody is there to answer; never sent
+Its classes continue the tree of runtime.errors.
 """
 
 import json
@@ -35,6 +23,18 @@ class ModelNotFoundError(RequestError):
 
 class UnauthorizedError(RequestError):
     """The API key is missing or wrong."""
+
+
+class ForeignPageError(RequestError):
+    """A page of another origin asks for what only our own may."""
+
+
+class MediaTypeError(RequestError):
+    """The body is not announced as JSON where that is asked for."""
+
+
+class ModeError(RequestError):
+    """A mode that this device cannot play."""
 
 
 class BodyTooLargeError(RequestError):
@@ -77,9 +77,12 @@ STATUSES: dict[type[QuartetError], Status] = {
     ContextLengthError: Status(400, "invalid_request_error", "context_length_exceeded"),
     UnsupportedParameterError: Status(400, "invalid_request_error", "unsupported_parameter"),
     UnauthorizedError: Status(401, "authentication_error", "invalid_api_key", (("www-authenticate", "Bearer"),)),
+    ModeError: Status(400, "invalid_request_error", "mode_unavailable"),
+    ForeignPageError: Status(403, "permission_error", "foreign_origin"),
     ModelNotFoundError: Status(404, "invalid_request_error", "model_not_found"),
     BodyTimeoutError: Status(408, "invalid_request_error", "body_timeout", (("connection", "close"),)),
     BodyTooLargeError: Status(413, "invalid_request_error", "body_too_large", (("connection", "close"),)),
+    MediaTypeError: Status(415, "invalid_request_error", "unsupported_media_type"),
     BusyError: Status(429, "rate_limit_error", "queue_full", (("retry-after", "1"),)),
     NotServingError: Status(503, "server_error", "not_serving", (("retry-after", "5"),)),
     DeviceError: Status(503, "server_error", "device_error", _NO_RETRY),

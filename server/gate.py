@@ -1,4 +1,4 @@
-"""Owns what every HTTP request passes: its id, the API key, and the turning of errors into replies.
+"""Owns what every HTTP request passes: its id, the API key, and the turning of errors into replies; and who may command.
 
 Does not know routes or bodies. Pure ASGI: nothing is buffered.
 """
@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import uuid
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -16,7 +17,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import QuartetError
-from server.errors import INTERNAL, ClientGoneError, UnauthorizedError, encode, error_object, nested, status_of
+from server.errors import (
+    INTERNAL,
+    ClientGoneError,
+    ForeignPageError,
+    MediaTypeError,
+    UnauthorizedError,
+    encode,
+    error_object,
+    nested,
+    status_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +87,20 @@ class Gate:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._api_key)
+
+
+def refuse_foreign_pages(headers: Headers) -> None:
+    """Pass what no page of another site can make a browser send: without it any open tab could command a server on localhost.
+
+    Raises:
+        ForeignPageError: an Origin that is not the host asked, whatever --cors-origins allows to read.
+        MediaTypeError: a content type that browsers send without asking first.
+    """
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+        raise ForeignPageError("a page of another origin may not do this; call it from this server's own pages or from no page")
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise MediaTypeError("the content type is not application/json; send `Content-Type: application/json`")
 
 
 def error_response(error: QuartetError) -> Response:

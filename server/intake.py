@@ -9,34 +9,17 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
+from models import Tokenizer
 from runtime.engine import Engine
 from runtime.errors import RequestError
 from runtime.request import Request
-from server.answer import Answer, Detokenizer, IdText
+from server.answer import Answer, IdText, StopMatcher
 from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults
-from server.stops import StopMatcher
 
 TOKENIZER_THREADS = 2
 MAX_SPECIAL = 64
 """Characters of a control token's spelling, at most."""
-
-
-class Tokenizer(Protocol):
-    """What the server asks of a tokenizer (models.Tokenizer); called from several threads."""
-
-    def encode(self, text: str, /) -> list[int]:
-        """Ids of a raw prompt."""
-
-    def encode_chat(self, messages: list[dict[str, str]], /) -> list[int]:
-        """Ids of a chat up to where the assistant speaks; RequestError if there is no template or it refuses."""
-
-    def decode(self, ids: list[int], /) -> str:
-        """Text of ids; control tokens have none."""
-
-    def stream(self, prompt_ids: Sequence[int], /) -> Detokenizer:
-        """Text of the ids that follow a prompt."""
 
 
 @dataclass(frozen=True)

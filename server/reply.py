@@ -18,6 +18,7 @@ from server.answer import Answer
 from server.dispatch import Call, Dispatcher
 from server.errors import INTERNAL, ClientGoneError, GenerationError, encode, error_object
 from server.intake import Job
+from server.schema import StreamOptions
 from server.shapes import Envelope, Usage
 
 log = logging.getLogger(__name__)
@@ -31,15 +32,6 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-@dataclass(frozen=True)
-class StreamPlan:
-    """Whether a reply is streamed and what it carries besides text."""
-
-    stream: bool
-    usage: bool
-    running_usage: bool
 
 
 @dataclass(frozen=True)
@@ -66,13 +58,14 @@ class Times:
 
 
 class Reply:
-    """An ASGI response that runs a job and sends what it gives."""
+    """An ASGI response that runs a job and sends what it gives: whole, or as a stream with what `options` ask for."""
 
-    def __init__(self, dispatcher: Dispatcher, job: Job, envelope: Envelope, plan: StreamPlan) -> None:
+    def __init__(self, dispatcher: Dispatcher, job: Job, envelope: Envelope, stream: bool, options: StreamOptions) -> None:
         self._dispatcher = dispatcher
         self._job = job
         self._envelope = envelope
-        self._plan = plan
+        self._streamed = stream
+        self._options = options
         self._started: set[int] = set()  # choices that have shown something
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +80,7 @@ class Reply:
             with self._dispatcher.submit(self._job.requests) as call:
                 watch = asyncio.create_task(_watch(receive, call))
                 try:
-                    await (self._stream(call, times, send) if self._plan.stream else self._whole(call, times, send))
+                    await (self._stream(call, times, send) if self._streamed else self._whole(call, times, send))
                 finally:
                     watch.cancel()
         except ClientGoneError:
@@ -140,7 +133,7 @@ class Reply:
             async for piece in self._pieces(call, times):
                 for chunk in self._chunks(piece):
                     await _send_event(send, chunk)
-            if self._plan.usage:
+            if self._options.include_usage:
                 await _send_event(send, {**self._envelope.chunk([]), "usage": self._usage.object()})
         except ClientGoneError:
             raise
@@ -162,8 +155,8 @@ class Reply:
         else:
             deltas = [delta(piece.index, "", "stop", piece.first)]
         chunks = [self._envelope.chunk([each]) for each in deltas]
-        if self._plan.usage:
-            usage = self._usage.object() if self._plan.running_usage else None
+        if self._options.include_usage:
+            usage = self._usage.object() if self._options.continuous_usage_stats else None
             chunks = [{**chunk, "usage": usage} for chunk in chunks]
         return chunks
 

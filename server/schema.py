@@ -8,12 +8,12 @@ import logging
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, FailFast, Field, PlainValidator, ValidationError
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 
 from runtime.errors import RequestError
 from runtime.request import SamplingParams
 from server.errors import UnsupportedParameterError
-from server.strict import Strict, explain
+from server.strict import Strict
 
 log = logging.getLogger(__name__)
 
@@ -117,16 +117,8 @@ class GenerationRequest(Strict):
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
-        """Validate a request's body.
-
-        Raises:
-            RequestError: a field of the wrong type, out of range or missing; `param` names it.
-            UnsupportedParameterError: a field that is not built and would change the answer.
-        """
-        try:
-            request = cls.model_validate(body)
-        except ValidationError as error:
-            raise explain(error) from None
+        """Raises as Strict.parse, and UnsupportedParameterError: a field that is not built and would change the answer."""
+        request = super().parse(body)
         request.check(body)
         unknown = body.keys() - cls.model_fields.keys() - NEUTRAL.keys()
         if unknown:
@@ -219,3 +211,12 @@ class ChatRequest(GenerationRequest):
     def flatten(self) -> list[dict[str, str]]:
         """The messages as a chat template reads them."""
         return [message.flatten(index) for index, message in enumerate(self.messages)]
+
+
+class SwitchRequest(Strict):
+    """POST /v1/runtime. A field that is left out keeps what is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ops: Literal["fused", "unfused"] | None = None
+    graph: Literal["on", "off"] | None = None

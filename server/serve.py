@@ -12,7 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, QuartetError
 from server.dispatch import Dispatcher
 from server.errors import encode, nested
 
@@ -116,26 +116,31 @@ def http_server(app: ASGIApp) -> uvicorn.Server:
 
 
 async def serve(app: ASGIApp, dispatcher: Dispatcher, sock: socket.socket, shutdown_timeout: float) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the process at once."""
+    """Serve until SIGTERM or SIGINT, then drain; a second signal ends the process at once.
+
+    Raises:
+        QuartetError: the engine could not start.
+    """
     server = http_server(app)
-    stopping = asyncio.Event()
 
     def on_signal(number: int) -> None:
-        if stopping.is_set():
+        if dispatcher.leaving.is_set():
             os._exit(128 + number)
         log.info("draining for up to %g s; a second signal ends at once", shutdown_timeout)
-        stopping.set()
+        dispatcher.leaving.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     running = asyncio.create_task(server.serve(sockets=[sock]))
-    stopped = asyncio.create_task(stopping.wait())
-    await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
+    leaving = asyncio.create_task(dispatcher.leaving.wait())
+    await asyncio.wait({running, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    leaving.cancel()
     await dispatcher.drain(shutdown_timeout)
     server.should_exit = True
     await running
+    if dispatcher.start_failure is not None:
+        raise QuartetError(dispatcher.start_failure)
 
 
 def _taken(host: str, port: int, error: OSError) -> ConfigError:

@@ -1,7 +1,7 @@
 """Owns the names and nesting of replies: OpenAI's objects for completions and chats. Does not own their order."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from runtime.request import FinishReason
 
@@ -18,20 +18,6 @@ class Usage:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
 
-class Shape(Protocol):
-    """One endpoint's objects."""
-
-    object: str
-    chunk_object: str
-    id_prefix: str
-
-    def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
-        """A whole choice."""
-
-    def delta(self, index: int, text: str, finish: FinishReason | None, first: bool) -> dict[str, Any]:
-        """A piece of a choice; `first` marks the choice's first piece, and no text is an empty delta."""
-
-
 class CompletionShape:
     """/v1/completions."""
 
@@ -40,9 +26,11 @@ class CompletionShape:
     id_prefix = "cmpl-"
 
     def choice(self, index: int, text: str, finish: FinishReason | None) -> dict[str, Any]:
+        """A whole choice."""
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
     def delta(self, index: int, text: str, finish: FinishReason | None, first: bool) -> dict[str, Any]:
+        """A piece of a choice; `first` marks the choice's first piece, and no text is an empty delta."""
         return self.choice(index, text, finish)
 
 
@@ -60,6 +48,9 @@ class ChatShape:
     def delta(self, index: int, text: str, finish: FinishReason | None, first: bool) -> dict[str, Any]:
         delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+Shape = CompletionShape | ChatShape
 
 
 @dataclass(frozen=True)

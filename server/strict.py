@@ -1,7 +1,7 @@
 """Owns strict validation: no coercion, null is absent, and complaints in the API's words. Does not own the fields (schema)."""
 
 import json
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -35,6 +35,18 @@ class Strict(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> Self:
+        """Validate a request's body.
+
+        Raises:
+            RequestError: a field of the wrong type, out of range or missing; `param` names it.
+        """
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            raise explain(error) from None
+
 
 def explain(error: ValidationError) -> RequestError:
     """The first of pydantic's complaints in the API's words."""
@@ -43,6 +55,8 @@ def explain(error: ValidationError) -> RequestError:
     where, kind, context = ".".join(path), first["type"], first.get("ctx", {})
     if kind == "missing":
         return RequestError(f"{where} is missing", where)
+    if kind == "extra_forbidden":
+        return RequestError(f"{_short(where)} is no field of this request")
     if path[-1] in FORMS:
         return RequestError(f"{where} must be {FORMS[path[-1]]}", where)
     if kind == "greater_than_equal":

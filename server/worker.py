@@ -3,6 +3,7 @@
 Does not know the event loop, text or HTTP. Messages and reports are picklable, so that a process could take the thread's place.
 """
 
+import gc
 import logging
 import sys
 import time
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from runtime.engine import Engine
-from runtime.errors import QuartetError, RequestError
+from runtime.engine import Engine, Playing
+from runtime.errors import ConfigError, QuartetError, RequestError
 from runtime.request import Request, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,34 @@ class Cancel:
 
 
 @dataclass(frozen=True)
+class Switch:
+    """Change how steps are played, None keeps what is; answered by a Report's `switched`, in the order of asking."""
+
+    ops: str | None = None
+    graph: bool | None = None
+
+
+@dataclass(frozen=True)
 class Shutdown:
     """Leave the loop; running requests are dropped without a word."""
 
 
-Message = Submit | Cancel | Shutdown
+Message = Submit | Cancel | Switch | Shutdown
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What became of a Switch.
+
+    Attributes:
+        playing: how steps are played from now on.
+        stall_ms: how long the streams stood still for it.
+        refusal: why nothing has changed, if nothing has.
+    """
+
+    playing: Playing
+    stall_ms: float
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,7 @@ class Report:
         admitted: ids of the requests that were given a slot.
         began, ended: the step's bounds, seconds of time.monotonic.
         running, waiting: requests with a slot, and without, after the step.
+        switched: the answer to a Switch.
         failure: why no further report will come.
     """
 
@@ -62,15 +87,21 @@ class Report:
     ended: float = 0.0
     running: int = 0
     waiting: int = 0
+    switched: Switched | None = None
     failure: str | None = None
 
 
 class Worker:
-    """The engine's thread. `put` may be called from any thread; `tell` is called from the worker's, once a step."""
+    """The engine's thread. `put` may be called from any thread; `tell` is called from the worker's, once a step.
 
-    def __init__(self, engine: Engine, tell: Callable[[Report], None]) -> None:
+    Args:
+        every_mode: prepare the modes that the engine does not start in, too.
+    """
+
+    def __init__(self, engine: Engine, tell: Callable[[Report], None], every_mode: bool = False) -> None:
         self._engine = engine
         self._tell = tell
+        self._every_mode = every_mode
         self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._waiting: deque[str] = deque()  # as the engine's own queue: first come, first served
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -90,15 +121,21 @@ class Worker:
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
-            log.info("%s", self._engine.prepare())
+            log.info("ready: %s", self._engine.prepare(self._every_mode))
+            gc.collect()
+            gc.freeze()  # what was made so far stays: collections need not walk it between two tokens
             self._tell(Report())
             while self._take_messages():
                 if self._engine.has_work:
                     self._step()
+        except ConfigError as error:  # of `prepare`, when nobody waits yet: the door ends with its words
+            self._tell(Report(failure=str(error)))
         except Exception as error:  # whatever it was: those who wait for tokens must hear of it
             log.exception("the engine's thread has died")
             told = str(error) if isinstance(error, QuartetError) else "the engine failed; the server's log has the details"
             self._tell(Report(failure=told))
+        finally:
+            gc.unfreeze()  # else Triton's bindings complain at exit about what nobody took down
 
     def _take_messages(self) -> bool:
         """Handle what has arrived, waiting for it when there is nothing else to do; False at a Shutdown."""
@@ -110,6 +147,8 @@ class Worker:
                     self._engine.cancel(request_id)
                     if request_id in self._waiting:
                         self._waiting.remove(request_id)
+                case Switch(ops, graph):
+                    self._switch(ops, graph)
                 case Shutdown():
                     return False
         return True
@@ -131,11 +170,22 @@ class Worker:
         else:
             self._waiting.append(request.id)
 
+    def _switch(self, ops: str | None, graph: bool | None) -> None:
+        began, before, stall_ms, refusal = time.monotonic(), self._engine.mode, 0.0, None
+        try:
+            stall_ms = 1e3 * self._engine.switch(ops, graph)
+        except ConfigError as error:
+            refusal = str(error)
+        playing = self._engine.playing()
+        if self._engine.mode != before:
+            log.info("ops %s, graph %s from now on; streams stood still for %.3f ms", playing.ops, playing.graph, stall_ms)
+        self._report([], began, Switched(playing, stall_ms, refusal))
+
     def _step(self) -> None:
         began = time.monotonic()
         self._report(self._engine.step(), began)
 
-    def _report(self, events: list[TokenEvent], began: float) -> None:
+    def _report(self, events: list[TokenEvent], began: float, switched: Switched | None = None) -> None:
         running, waiting = self._engine.num_running, self._engine.num_waiting
         admitted = tuple(self._waiting.popleft() for _ in range(len(self._waiting) - waiting))
-        self._tell(Report(tuple(events), admitted, began, time.monotonic(), running, waiting))
+        self._tell(Report(tuple(events), admitted, began, time.monotonic(), running, waiting, switched))

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from runtime.errors import ConfigError
 
+OPS_SETS = ("fused", "unfused")
+
 STATE_WIDTH = 32
 """int32 words of one slot's state; 28 are in use."""
 
@@ -111,10 +113,21 @@ class Attention:
 
 
 class Ops(Protocol):
-    """One way to play a decode step. x is `[B, C]` in the run's dtype; sums are float32, rounded once."""
+    """One way to play a decode step. x is `[B, C]` in the run's dtype; sums are float32, rounded once.
+
+    Attributes:
+        pdl: whether its kernels are chained by programmatic dependent launch.
+        kernels_per_layer: different kernels that play a layer; None where cuBLAS chooses them by shape.
+        launches_per_layer: kernel launches of a layer on CUDA; launches_per_qk_norm: how many more with per-head q and k norms.
+        launches_around: those of `embed` and `norm_lm_head`.
+    """
 
     name: str
     pdl: bool
+    kernels_per_layer: int | None
+    launches_per_layer: int
+    launches_per_qk_norm: int
+    launches_around: int
 
     def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor) -> tuple[Tensor, Rows]:
         """The step's first call: slot_of_row `[B]` int32 (-1: no slot), table `[V, C]` -> x `[B, C]`, the embedding of each
@@ -153,4 +166,4 @@ def load_ops(name: str, pdl: bool = False) -> Ops:
         from runtime.ops.fused import FusedOps
 
         return FusedOps(pdl)
-    raise ConfigError(f"ops is {name!r}; allowed: fused, unfused")
+    raise ConfigError(f"ops is {name!r}; allowed: {', '.join(OPS_SETS)}")

@@ -45,10 +45,10 @@ SINGLE: dict[tuple[Kernel, int, int], Tile] = {
 BATCH: dict[tuple[Kernel, int, int], Tile] = {
     ("norm_linear", 32000, 4096): Tile(64, 64, 4, 6, early=False),
     ("norm_linear", 128256, 4096): Tile(64, 64, 4, 6, early=False),
-    ("norm_gate_up", 11008, 4096): Tile(128, 64, 4, 4, early=False),
+    ("norm_gate_up", 11008, 4096): Tile(64, 64, 4, 4, early=False),
     ("norm_gate_up", 14336, 4096): Tile(128, 64, 4, 4, early=False),
     ("proj_residual", 4096, 4096): Tile(64, 256, 4, 3, splits=2),
-    ("proj_residual", 4096, 11008): Tile(64, 64, 4, 8, splits=2),
+    ("proj_residual", 4096, 11008): Tile(64, 256, 4, 3, splits=2, early=False),
 }
 """Batches of 2 to 16 on an H200. 64 rows and up: with fewer, Triton has no wgmma for them."""
 

@@ -34,6 +34,10 @@ class FusedOps:
     """
 
     name = "fused"
+    kernels_per_layer: int | None = 4
+    launches_per_layer = 5
+    launches_per_qk_norm = 0
+    launches_around = 2
 
     def __init__(
         self,
@@ -122,7 +126,10 @@ class FusedOps:
 
 def _attention_tile(spec: Attention, batch: int) -> AttentionTile:
     """One query head a block where a KV head serves several and there is one row: 32 blocks a split fill the GPU, 8 do not."""
-    return AttentionTile(128, 128, 4, 1, group=spec.heads == spec.kv_heads) if batch == 1 else AttentionTile(64, 64, 4, 1)
+    alone = spec.heads == spec.kv_heads
+    if batch == 1:
+        return AttentionTile(128, 128, 4, 1, group=alone)
+    return AttentionTile(64, 64, 4, 2, blocks_per_sm=4) if alone else AttentionTile(64, 64, 4, 1)
 
 
 def _processors(device: torch.device) -> int:

@@ -39,6 +39,10 @@ class UnfusedOps:
 
     name = "unfused"
     pdl = False
+    kernels_per_layer: int | None = None
+    launches_per_layer = 15
+    launches_per_qk_norm = 2
+    launches_around = 3  # embedding; norm, LM head
 
     def __init__(self) -> None:
         self._workspaces: dict[tuple[int, int, int, int], AttentionWorkspace] = {}

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bench.ceiling import Ceiling, datasheet_gbps, measure_ceiling
+from bench.ceiling import Ceiling, measure_ceiling
+from runtime.device import datasheet_gbps
 
 
 @pytest.mark.parametrize(

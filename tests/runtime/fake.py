@@ -9,7 +9,7 @@ class FakeModel:
     """logits put `next_token(id)` on top; the K of a position holds its token id, so tests can read the cache like a tape."""
 
     vocab_size = VOCAB
-    num_layers, num_kv_heads, head_dim = 1, 1, 2
+    num_layers, num_kv_heads, head_dim, qk_norm = 1, 1, 2, False
     device, dtype = torch.device("cpu"), torch.float32
 
     def __init__(self, next_token=lambda i: (i + 1) % VOCAB):

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from server.serve import bind, http_server
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+RUNTIME = "/v1/runtime"
 DEADLINE = 20.0
 
 
@@ -160,18 +161,27 @@ def until(condition: Any, seconds: float = DEADLINE) -> float:
 
 @contextmanager
 def local_server(
-    model: Path | str, settings: dict[str, Any] | None = None, text: bool = True, send_buffer: int | None = None, **config: Any
+    model: Path | str,
+    settings: dict[str, Any] | None = None,
+    text: bool = True,
+    send_buffer: int | None = None,
+    edit: Callable[[Engine], None] = lambda engine: None,
+    state: str = "ready",
+    **config: Any,
 ) -> Iterator[Local]:
     """A model served on a thread of this process, in float32 unless `config` says otherwise.
 
     Args:
         text: False serves as a model without a tokenizer is served: answers are ids.
         send_buffer: bytes the kernel takes of an answer that nobody reads.
+        edit: what to do to the engine before the server starts.
+        state: what the server must have come to when the `with` begins.
     """
     wanted = EngineConfig(**{"device": "cpu", "dtype": "float32", **config})
     loaded = load_engine(str(model), wanted, progress=False)
+    edit(loaded.engine)
     chosen = Settings(**{"names": ("test", "alias"), **(settings or {})})
-    service = Service(loaded.engine, loaded.tokenizer if text else None, loaded.source.end_ids, chosen)
+    service = Service(loaded if text else replace(loaded, tokenizer=None), chosen)
     with bind("127.0.0.1", 0) as sock:
         if send_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
@@ -185,7 +195,7 @@ def local_server(
         thread = threading.Thread(target=run)
         thread.start()
         try:
-            until(lambda: server.started and service.dispatcher.state == "ready")
+            until(lambda: server.started and service.dispatcher.state == state)
             client = Local(sock.getsockname()[1], loaded.engine, service, loop)
             with client.http:
                 yield client

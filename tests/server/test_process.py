@@ -76,13 +76,15 @@ def test_the_start_says_what_is_served_and_how(server):
     for part in (
         "context 8192",
         "KV cache",
-        "ops unfused",
-        "graph off",
+        "ops unfused, graph off, pdl off: the CPU has no fused kernels",
+        "weights 0.00 GB in",
+        "bandwidth floor: not known",
         "temperature 1",
         "top_p 1",
         "Serving letters on http://127.0.0.1:",
     ):
         assert part in output
+    until(lambda: any("ready: kernels compiled" in line for line in server.output))
 
 
 def test_the_log_has_a_line_a_request_and_no_text_of_it(server):
@@ -200,6 +202,20 @@ class TestStart:
         assert output.splitlines()[-1].startswith("error: ")
         assert "Serving" not in output
 
+    def test_an_engine_that_cannot_be_prepared_is_one_sentence_and_an_exit_code(self, alphabet_model):
+        """The port was open and /health said 503 for ever."""
+        prelude = (
+            "import runtime.engine as e, runtime.errors as r\n"
+            "def prepare(self, every_mode): raise r.ConfigError('no graph today; use --graph off')\n"
+            "e.Engine.prepare = prepare\n"
+        )
+        popen = start_server(alphabet_model, prelude=prelude)
+        output, _ = popen.communicate(timeout=60)
+        assert popen.returncode == 1
+        assert output.splitlines()[-1] == "error: no graph today; use --graph off"
+        assert output.count("no graph today") == 1
+        assert "Traceback" not in output
+
     @pytest.mark.parametrize(
         "flags",
         [
@@ -238,5 +254,6 @@ def test_the_flags_that_scripts_rely_on_are_there():
         "--served-model-name",
         "--shutdown-timeout",
         "--revision",
+        "--warm",
     ):
         assert flag in known

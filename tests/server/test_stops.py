@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from server.stops import StopMatcher
+from server.answer import StopMatcher
 
 
 def shown(text, stops, include=False, cuts=()):

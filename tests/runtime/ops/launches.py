@@ -1,0 +1,91 @@
+"""What a decode step sets the GPU to do, told without one: the step is played on PyTorch's fake CUDA tensors, which have shapes
+and no memory, and every Triton launch and torch operation is written down in its place.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from models.config import ModelConfig
+from models.decoder import Decoder
+from models.layout import pieces
+from runtime.decode_step import DecodeStep
+from runtime.kv_cache import KVCache
+from runtime.ops import SlotState, load_ops
+from runtime.sampling import Sampler
+
+CUDA = torch.device("cuda", 0)
+PROCESSORS = 132
+NO_KERNEL = ("aten.empty", "aten.empty_like", "prim.device")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a Triton kernel.
+
+    Attributes:
+        arguments: by the kernel's parameter names; tensors are fake.
+        options: num_warps and the like, as the wrapper gave them.
+    """
+
+    kernel: JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.fn.__name__
+
+
+def played_step(shape: ModelConfig, ops: str, batch: int, capacity: int = 8192, pdl: bool = True) -> list[Launch | str]:
+    """Triton launches, and names of torch's operations that run on the device, of one step in their order: the second step,
+    since the first one makes its workspaces."""
+    slots = torch.zeros(batch, dtype=torch.int32, device="meta")
+    with FakeTensorMode() as mode, torch.inference_mode(), _told() as told:
+        dtype = getattr(torch, shape.dtype)
+        weights: dict[str, torch.Tensor] = {}
+        for piece in pieces(shape):  # the last piece of a target ends where the target does
+            size = (piece.row + piece.shape[0], *piece.shape[1:])
+            weights[piece.target] = torch.empty(size, dtype=dtype, device=CUDA)
+        cache = KVCache.allocate(shape.num_layers, batch, shape.num_kv_heads, capacity, shape.head_dim, dtype, CUDA)
+        state = SlotState.allocate(batch, torch.device("meta"))  # a torch without CUDA cannot index on it
+        state = replace(state, **{name: FakeTensor(mode, tensor, CUDA) for name, tensor in vars(state).items()})
+        step = DecodeStep(Decoder(shape, weights, capacity), load_ops(ops, pdl), Sampler(), cache, state)
+        for _ in range(2):
+            told.clear()
+            step(FakeTensor(mode, slots, CUDA), "plain")
+    return told
+
+
+@contextmanager
+def _told() -> Iterator[list[Launch | str]]:
+    told: list[Launch | str] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not func.is_view and str(func.overloadpacket) not in NO_KERNEL:
+                told.append(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        names = {parameter.name for parameter in kernel.params}
+        given = kernel.signature.bind(*args, **{name: value for name, value in named.items() if name in names})
+        options = {name: value for name, value in named.items() if name not in names}
+        told.append(Launch(kernel, grid, dict(given.arguments), options))
+
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+        Operations(),
+    ):
+        yield told
