@@ -31,11 +31,11 @@ class Printed:
 
 @pytest.fixture
 def bench(capsys):
-    """Run a subcommand of `python -m bench` in this process."""
+    """Run a subcommand of `python -m bench` in this process, on the CPU wherever the tests run."""
 
     def run(*words):
         capsys.readouterr()
-        code = run_bench([str(word) for word in words])
+        code = run_bench([*map(str, words), "--device", "cpu"])
         return Printed(code, *capsys.readouterr())
 
     return run

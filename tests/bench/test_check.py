@@ -26,7 +26,6 @@ def ids_file(tmp_path):
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_every_family_agrees_with_transformers(bench, folders, ids_file, family, dtype):
     words = ("check", "--model", folders[family], "--ids", ids_file, "--prefill", 15, "--dtype", dtype, "--rows", 3)
-    words += ("--ops", "unfused", "--graph", "off")
     printed = bench(*words, "--prefill-chunk", 6, "--against", "transformers")
     print(printed.out.splitlines()[-2])
     assert printed.code == 0

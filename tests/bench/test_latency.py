@@ -169,7 +169,7 @@ def test_a_wrong_flag_is_a_usage_error(words, capsys):
         (("--max-len", "20"), "need 22 positions and --max-len is 20"),
         (("--output", "no/such/folder/x.md"), "folder does not exist"),
         (("--profile", "no/such/folder/x.json"), "folder does not exist"),
-        (("--device", "cpu", "--ops", "fused"), "fused kernels run only on a CUDA device"),
+        (("--ops", "fused"), "fused kernels run only on a CUDA device"),
     ],
 )
 def test_what_cannot_be_measured_is_one_sentence(bench, folders, words, message):
