@@ -5,13 +5,17 @@ Every command's last line on stdout is one JSON object with the environment in i
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TypeVar, cast
 
 from bench import check, latency
 from runtime.__main__ import add_engine_flags, engine_config, run_door
-from runtime.config import MAX_SLOTS, EngineConfig
+from runtime.config import MAX_SLOTS
 from runtime.errors import ConfigError
+
+T = TypeVar("T")
+Options = TypeVar("Options", latency.LatencyOptions, check.CheckOptions)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,8 +31,8 @@ def _add_latency(flags: argparse.ArgumentParser) -> None:
     flags.description = "Time prefill and decode of every combination of --ops, --graph, --batch and --depth, taking turns."
     _add_engine_flags(flags)
     group = flags.add_argument_group("matrix")
-    group.add_argument("--batch", type=_counts(1, MAX_SLOTS), default=(1,), metavar="N,N", help="streams at once (default: 1)")
-    group.add_argument("--depth", type=_counts(0), default=(0,), metavar="N,N", help="random K and V before the prompt")
+    group.add_argument("--batch", type=_list(_count(1, MAX_SLOTS)), default=(1,), metavar="N,N", help="streams (default: 1)")
+    group.add_argument("--depth", type=_list(_count(0)), default=(0,), metavar="N,N", help="random K and V before the prompt")
     group.add_argument("--prompt-len", type=_count(1), default=512, metavar="N", help="default: 512")
     group.add_argument("--gen-len", type=_count(3), default=128, metavar="N", help="at least 3 (default: 128)")
     group.add_argument("--reps", type=_count(1), default=5, metavar="N", help="counted passes of each cell (default: 5)")
@@ -39,7 +43,7 @@ def _add_latency(flags: argparse.ArgumentParser) -> None:
     output.add_argument("-o", dest="format", choices=("md", "json", "jsonl", "csv"), default="md", help="default: md")
     output.add_argument("--output", type=Path, metavar="FILE", help="write the report there too")
     output.add_argument("--profile", type=Path, metavar="FILE", help="keep the profiler's trace (.json, .json.gz)")
-    flags.set_defaults(run=_latency)
+    flags.set_defaults(run=lambda args: latency.run(_options(latency.LatencyOptions, args, max(args.batch))))
 
 
 def _add_check(flags: argparse.ArgumentParser) -> None:
@@ -52,73 +56,28 @@ def _add_check(flags: argparse.ArgumentParser) -> None:
     group.add_argument("--logits", type=Path, metavar="FILE", help="write [ids, vocabulary] float32 logits as safetensors")
     group.add_argument("--against", choices=("transformers",), help="judge by rule N; exit code 1 if it fails")
     group.add_argument("-o", dest="format", choices=("text", "json"), default="text", help="json: nothing but the last line")
-    flags.set_defaults(run=_check)
+    flags.set_defaults(run=lambda args: check.run(_options(check.CheckOptions, args, args.rows)))
 
 
 def _add_engine_flags(flags: argparse.ArgumentParser) -> None:
     """The doors' engine flags, with lists where a bench plays several; the slots follow from what is played."""
     add_engine_flags(flags, model_positional=False)
-    ops, switch = ("auto", "fused", "unfused"), ("auto", "on", "off")
-    flags.add_argument("--ops", type=_words(*ops), default=("auto",), metavar="NAME,NAME", help=", ".join(ops))
-    flags.add_argument("--graph", type=_words(*switch), default=("auto",), metavar="NAME,NAME", help=", ".join(switch))
-    flags.add_argument("--max-slots", type=_count(1, MAX_SLOTS), metavar="N", help="default: what the largest batch needs")
+    for flag, words in (("--ops", ("auto", "fused", "unfused")), ("--graph", ("auto", "on", "off"))):
+        flags.add_argument(flag, type=_list(_word(words)), default=("auto",), metavar="NAME,NAME", help=", ".join(words))
+    flags.add_argument("--max-slots", type=int, metavar="N", help="default: what the largest batch needs")
 
 
-def _latency(args: argparse.Namespace) -> int:
-    return latency.run(
-        latency.LatencyOptions(
-            model=args.model,
-            revision=args.revision,
-            wishes=_wishes(args, max(args.batch)),
-            batch=args.batch,
-            prompt_len=args.prompt_len,
-            gen_len=args.gen_len,
-            depth=args.depth,
-            reps=args.reps,
-            warmup=args.warmup,
-            random_weights=args.random_weights,
-            against=args.against is not None,
-            trace=args.profile,
-            format=args.format,
-            output=args.output,
-            flags=_flags(args),
-        )
-    )
-
-
-def _check(args: argparse.Namespace) -> int:
-    if args.logits is None and args.against is None:
-        raise ConfigError("nothing to do: give --logits FILE to write logits, --against transformers to judge them, or both")
-    return check.run(
-        check.CheckOptions(
-            model=args.model,
-            revision=args.revision,
-            wishes=_wishes(args, args.rows),
-            ids=args.ids,
-            prefill=args.prefill,
-            rows=args.rows,
-            logits=args.logits,
-            against=args.against is not None,
-            json_only=args.format == "json",
-            flags=_flags(args),
-        )
-    )
-
-
-def _wishes(args: argparse.Namespace, slots: int) -> tuple[EngineConfig, ...]:
-    """An EngineConfig for each combination of --ops and --graph."""
-    if args.max_slots is not None and args.max_slots < slots:
-        raise ConfigError(f"--max-slots is {args.max_slots} and {slots} rows are to be played; raise it or leave it out")
-    plain = {**vars(args), "max_slots": args.max_slots or slots}
-    return tuple(
-        engine_config(argparse.Namespace(**{**plain, "ops": ops, "graph": graph})) for ops in args.ops for graph in args.graph
-    )
-
-
-def _flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The command line as plain values, for the result."""
-    values = {name: value for name, value in vars(args).items() if name != "run"}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+def _options(kind: type[Options], args: argparse.Namespace, rows: int) -> Options:
+    """A command's options out of its flags, with an EngineConfig for each combination of --ops and --graph."""
+    if args.max_slots is not None and args.max_slots < rows:
+        raise ConfigError(f"--max-slots is {args.max_slots} and {rows} rows are to be played; raise it or leave it out")
+    flags = {name: value for name, value in vars(args).items() if name != "run"}
+    played = {**flags, "max_slots": args.max_slots or rows}
+    combinations = [{**played, "ops": ops, "graph": graph} for ops in args.ops for graph in args.graph]
+    wishes = tuple(engine_config(argparse.Namespace(**each)) for each in combinations)
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    values = {**flags, "wishes": wishes, "flags": plain}
+    return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
 def _count(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -136,23 +95,20 @@ def _count(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def _counts(least: int, most: int | None = None) -> Callable[[str], tuple[int, ...]]:
-    """An argparse type: integers in a range, separated by commas, each once."""
-    read = _count(least, most)
-    return lambda text: tuple(dict.fromkeys(read(part) for part in text.split(",")))
+def _word(allowed: Sequence[str]) -> Callable[[str], str]:
+    """An argparse type: one of the allowed words."""
 
-
-def _words(*allowed: str) -> Callable[[str], tuple[str, ...]]:
-    """An argparse type: some of the allowed words, separated by commas, each once."""
-
-    def read(text: str) -> tuple[str, ...]:
-        words = tuple(dict.fromkeys(text.split(",")))
-        for word in words:
-            if word not in allowed:
-                raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(allowed)}")
-        return words
+    def read(text: str) -> str:
+        if text not in allowed:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}")
+        return text
 
     return read
+
+
+def _list(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """An argparse type: values separated by commas, each once."""
+    return lambda text: tuple(dict.fromkeys(read(part) for part in text.split(",")))
 
 
 def run(argv: Sequence[str] | None = None) -> int:

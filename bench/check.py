@@ -1,11 +1,12 @@
-"""Owns `bench check`: our logits for given ids, written to a file and judged against Hugging Face. Does not own the playing
-(forced), the reference (reference) or the rule (rule_n).
+"""Owns `bench check`: our logits for given ids, each fed from the list and not from the sampler, written to a file and judged
+against Hugging Face. Does not own Hugging Face's logits (hugging_face) or the rule (rule_n).
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.environment import environment
-from bench.forced import forced_logits
-from bench.hf_model import require_transformers
-from bench.loading import graph_name, load
-from bench.reference import reference
-from bench.rule_n import Verdict
-from models import Loaded, find_model
-from models.decoder import Decoder
+from bench.hugging_face import reference, require_transformers
+from bench.rule_n import Verdict, rule_n
+from bench.session import environment, load, require_folder
+from models import Decoder, Loaded, find_model
 from runtime.config import EngineConfig
+from runtime.decode_graph import DecodeGraphs
+from runtime.decode_step import DecodeStep, pack
 from runtime.errors import ConfigError, RequestError
+from runtime.request import Request
 
-DEFAULT_IDS, DEFAULT_SEED = 64, 0
+DEFAULT_IDS = 64
+STAGGER = 7
+"""Positions between two neighbouring fillers, so that the rows of a step differ in length; coprime to the usual block sizes."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class CheckOptions:
         ids: a JSON file with a list of token ids; None: 64 ids drawn from the model's vocabulary with seed 0.
         prefill: ids that go through prefill; None: half of them.
         rows: rows of every decode step.
-        logits: safetensors file to write, or None.
-        against: whether Hugging Face judges.
-        json_only: whether what is told meanwhile goes to stderr, so that stdout holds the JSON line alone.
+        logits: safetensors file to write.
+        against: "transformers" judges.
+        format: "json" keeps stdout for the JSON line: what is told meanwhile goes to stderr.
         flags: the command line, for the result.
     """
 
@@ -49,8 +51,8 @@ class CheckOptions:
     prefill: int | None
     rows: int
     logits: Path | None
-    against: bool
-    json_only: bool
+    against: str | None
+    format: str
     flags: dict[str, Any]
 
 
@@ -60,41 +62,38 @@ def run(options: CheckOptions) -> int:
     Raises:
         QuartetError: a file, a model or a combination of flags that cannot be played.
     """
-    stream = sys.stderr if options.json_only else sys.stdout
-
-    def say(text: str) -> None:
-        print(text, file=stream, flush=True)
-
+    say = partial(print, file=sys.stderr if options.format == "json" else sys.stdout, flush=True)
+    if options.logits is None and options.against is None:
+        raise ConfigError("nothing to do: give --logits FILE to write logits, --against transformers to judge them, or both")
     if options.against:
         require_transformers()
-    if options.logits is not None and not options.logits.absolute().parent.is_dir():
-        raise ConfigError(f"--logits {options.logits}: the folder does not exist; make it first")
+    require_folder(options.logits, "--logits")
     source = find_model(options.model, options.revision)
-    config = source.config
-    ids = read_ids(options.ids) if options.ids is not None else drawn_ids(config.vocab_size, config.max_position)
+    vocab_size = source.config.vocab_size
+    ids = drawn_ids(vocab_size, source.config.max_position) if options.ids is None else read_ids(options.ids, vocab_size)
     prefill = len(ids) // 2 if options.prefill is None else options.prefill
-    _validate(ids, prefill, config.vocab_size)
-    loaded, combinations = load(source, options.revision, options.wishes, len(ids), f"{len(ids)} ids")
-    say(f"bench check: {loaded.source.label}, {loaded.config.dtype} on {loaded.config.device}")
-    for note in loaded.notes:
-        say(f"- {note}")
-    origin = f"from {options.ids}" if options.ids is not None else f"drawn from the vocabulary with seed {DEFAULT_SEED}"
-    say(f"{len(ids)} ids {origin}: {prefill} through prefill, {len(ids) - prefill} through decode steps of {options.rows} rows")
+    if prefill > len(ids):
+        raise RequestError(f"--prefill is {prefill}; allowed: 0 to the number of ids, {len(ids)}")
+    loaded, modes = load(source, options.revision, options.wishes, len(ids))
+    origin = "drawn from the vocabulary with seed 0" if options.ids is None else f"from {options.ids}"
+    decoded = f"{len(ids) - prefill} through decode steps of {options.rows} rows"
+    say(f"bench check: {source.label}, {loaded.config.dtype} on {loaded.config.device}", *loaded.notes, sep="\n- ")
+    say(f"{len(ids)} ids {origin}: {prefill} through prefill, {decoded}")
 
-    tensors = _play(loaded, combinations, ids, prefill, options.rows)
+    tensors: dict[str, Tensor] = {}
+    for ops, graph in modes:
+        step, chunk = loaded.engine.step_of(ops), loaded.config.prefill_chunk
+        played = forced_logits(step, graph == "on", ids, prefill, chunk, options.rows)
+        name = f"logits.{ops}.{graph}"
+        tensors |= dict(zip((name, f"{name}.last"), played, strict=False))
     if options.logits is not None:
         save_file(tensors, options.logits)
-        say(f"wrote {options.logits}: {', '.join(tensors)}, each {[len(ids), config.vocab_size]} float32")
+        say(f"wrote {options.logits}: {', '.join(tensors)}, each {[len(ids), vocab_size]} float32")
     verdicts = _judge(loaded, ids, tensors, say) if options.against else {}
     passed = all(verdict.passed for verdict in verdicts.values())
     result = {
         "bench": "check",
-        "environment": {
-            **environment(torch.device(loaded.config.device)),
-            "model": options.model,
-            "dtype": loaded.config.dtype,
-            "flags": options.flags,
-        },
+        "environment": environment(loaded, options.model, options.flags),
         "notes": loaded.notes,
         "ids": ids,
         "prefill": prefill,
@@ -107,11 +106,11 @@ def run(options: CheckOptions) -> int:
     return 0 if passed else 1
 
 
-def read_ids(path: Path) -> list[int]:
+def read_ids(path: Path, vocab_size: int) -> list[int]:
     """The JSON list of token ids in a file.
 
     Raises:
-        RequestError: no such file, or something else in it.
+        RequestError: no such file, something else in it, or an id outside the vocabulary.
     """
     try:
         ids = json.loads(path.read_bytes())
@@ -119,43 +118,77 @@ def read_ids(path: Path) -> list[int]:
         raise RequestError(f"--ids {path}: it must hold a JSON list of token ids: {error}") from error
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise RequestError(f"--ids {path}: it must hold a JSON list of token ids, at least one, and nothing else")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"token id {token} is outside the vocabulary of 0 to {vocab_size - 1}")
     return ids
 
 
 def drawn_ids(vocab_size: int, limit: int | None) -> list[int]:
     """64 ids (fewer where the model's context is shorter) drawn evenly from the vocabulary with a fixed seed."""
-    generator = torch.Generator().manual_seed(DEFAULT_SEED)
-    count = min(DEFAULT_IDS, limit or DEFAULT_IDS)
+    return _random_ids(vocab_size, min(DEFAULT_IDS, limit or DEFAULT_IDS), seed=0)
+
+
+@torch.inference_mode()
+def forced_logits(step: DecodeStep, graph: bool, ids: Sequence[int], prefill: int, chunk: int, rows: int = 1) -> list[Tensor]:
+    """Logits at every position of `ids`, `[T, V]` float32 on the host.
+
+    Args:
+        step: an engine's decode step; its cache and state are written over.
+        graph: capture the step and replay it; else play it eagerly.
+        prefill: how many ids go through prefill, in chunks of `chunk`; the others are decoded one by one.
+        rows: rows of every decode step, in slots 0 to rows - 1. Above 1 the ids play in row 0 and again in the last row, among
+            fillers of seeded random ids at staggered positions.
+
+    Returns:
+        The logits of row 0, and with rows above 1 those of the last row.
+    """
+    model, state, total = step.model, step.state, len(ids)
+    fillers = [(_random_ids(model.vocab_size, total, i), (prefill + STAGGER * i) % total) for i in range(1, rows - 1)]
+    played = [(ids, prefill), *fillers, (ids, prefill)][:rows]  # the ids of each row, and how many of them are prefilled
+    judged = {row: torch.empty((total, model.vocab_size), dtype=torch.float32) for row in (0, rows - 1)}
+    for slot, (row_ids, prefilled) in enumerate(played):
+        for start in range(0, prefilled, chunk):
+            end = min(start + chunk, prefilled)
+            hidden = model.prefill(torch.tensor(row_ids[start:end], device=model.device), start, slot, step.cache)
+            if slot in judged:
+                judged[slot][start:end] = model.logits(hidden).cpu()
+    state.packed[:rows] = torch.tensor(pack(Request("forced", (0,)), limit=step.cache.capacity), dtype=torch.int32)
+    play = _player(step, torch.arange(rows, dtype=torch.int32, device=model.device), graph)
+    for number in range(total - prefill):
+        positions = [(prefilled + number) % total for _, prefilled in played]  # a filler at its end begins again at 0
+        tokens = [row_ids[position] for (row_ids, _), position in zip(played, positions, strict=True)]
+        state.token[:rows] = torch.tensor(tokens, dtype=torch.int32, device=model.device)
+        state.position[:rows] = torch.tensor(positions, dtype=torch.int32, device=model.device)
+        state.done[:rows] = 0
+        logits = play()  # [B, V]
+        for row, out in judged.items():
+            out[prefill + number] = logits[row]
+    return list(judged.values())
+
+
+def _player(step: DecodeStep, slots: Tensor, graph: bool) -> Callable[[], Tensor]:
+    """One step over `slots`, eager or as a graph; gives its logits `[B, V]`."""
+    if not graph:
+        return lambda: step(slots, "plain")[1]
+    step(torch.full_like(slots, -1), "plain")  # on idle rows: compiles, and makes the workspace
+    graphs = DecodeGraphs(step, slots)
+    graphs.capture([len(slots)], ["plain"])
+    return lambda: graphs.replay(len(slots), "plain").logits
+
+
+def _random_ids(vocab_size: int, count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
     return [int(token) for token in torch.randint(vocab_size, (count,), generator=generator)]
-
-
-def _validate(ids: list[int], prefill: int, vocab_size: int) -> None:
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"token id {token} is outside the vocabulary of 0 to {vocab_size - 1}")
-    if not 0 <= prefill <= len(ids):
-        raise RequestError(f"--prefill is {prefill}; allowed: 0 to the number of ids, {len(ids)}")
-
-
-def _play(loaded: Loaded, combinations: list[EngineConfig], ids: list[int], prefill: int, rows: int) -> dict[str, Tensor]:
-    """Logits of every combination by their name in the file."""
-    engine = loaded.engine
-    tensors: dict[str, Tensor] = {}
-    for config in combinations:
-        graph = graph_name(config)
-        step = engine.step_of(config.ops)
-        logits = forced_logits(step, graph == "on", ids, prefill, config.prefill_chunk, rows)
-        name = f"logits.{config.ops}.{graph}"
-        tensors |= dict(zip((name, f"{name}.last"), logits, strict=False))
-    return tensors
 
 
 def _judge(loaded: Loaded, ids: list[int], tensors: dict[str, Tensor], say: Callable[[str], None]) -> dict[str, Verdict]:
     """Rule N for every set of logits; each verdict is one line."""
     assert isinstance(loaded.engine.model, Decoder)
-    hugging_face = reference(ids, loaded.source.path, loaded.engine.model)
-    say(f"reference: {hugging_face.how}, eager attention, float32 and {loaded.config.dtype}")
-    verdicts = {name: hugging_face.judge(logits) for name, logits in tensors.items()}
+    float32, same_dtype = reference(ids, loaded.source.path, loaded.engine.model)
+    how = "over our weights" if loaded.source.path is None else "read the folder"
+    say(f"reference: transformers {how}, eager attention, float32 and {loaded.config.dtype}")
+    verdicts = {name: rule_n(logits, float32, same_dtype) for name, logits in tensors.items()}
     for name, verdict in verdicts.items():
         say(f"{name}: {verdict}")
         if verdict.decided == 0:

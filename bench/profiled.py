@@ -1,4 +1,4 @@
-"""Owns what the profiler says of decode steps: kernels, launches, the time the device is busy. Does not time anything itself.
+"""Owns what the profiler says of a cell's decode steps: kernels, launches, the time the device is busy. Times nothing itself.
 
 Counts are read from the raw events of the exported trace: aggregates such as `key_averages` miss kernels replayed by a graph.
 """
@@ -6,13 +6,19 @@ Counts are read from the raw events of the exported trace: aggregates such as `k
 import gzip
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from bench.timing import Cell
+from runtime.errors import QuartetError
+
+STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,66 @@ class Counts:
     names: tuple[str, ...]
 
 
+def profile(
+    cells: Sequence[Cell], layers: int, device: torch.device, trace: Path | None, say: Callable[[str], None]
+) -> list[Counts | str | None]:
+    """Profile a few decode steps of each cell, in a pass of its own that is not timed.
+
+    Args:
+        trace: where traces are kept, with the cell in the name when there are several; None keeps none.
+
+    Returns:
+        The counts of each cell, or why there are none; None on a CPU and for a cell that has failed before.
+    """
+    found: list[Counts | str | None] = []
+    for cell in cells:
+        path, shape = trace, cell.shape
+        if trace is not None and len(cells) > 1:
+            name, dot, suffix = trace.name.partition(".")
+            way = f"{cell.contender.ops}-{cell.contender.graph}"
+            path = trace.with_name(f"{name}-{way}-b{shape.batch}-d{shape.depth}{dot}{suffix}")
+        counts: Counts | str | None = None
+        if not cell.failures and (device.type == "cuda" or trace is not None):
+            say(f"profile, {cell}")
+            try:
+                counts = _profile_cell(cell, layers, device.type == "cuda", path)
+            except (ValueError, KeyError, OSError, RuntimeError, QuartetError) as error:  # what was timed must outlive this
+                counts = repr(error)
+        found.append(counts)
+    return found
+
+
+def _profile_cell(cell: Cell, layers: int, cuda: bool, trace: Path | None) -> Counts | str | None:
+    """Bring the whole batch into its decode steps, then record some of them."""
+    contender, shape = cell.contender, cell.shape
+    steps = min(STEPS, shape.gen_len - 5)
+    if steps < 1:
+        return f"gen_len {shape.gen_len} is too short to profile; 6 or more are needed"
+
+    def advance() -> None:
+        for _ in range(steps):
+            contender.advance()
+
+    try:
+        contender.prepare(shape, seed=-1)
+        contender.submit()
+        started: set[int] = set()
+        while len(started) < shape.batch:
+            started.update(contender.advance())
+        return count(record(advance, trace, cuda), steps, layers)
+    finally:
+        contender.finish()
+
+
 def record(run: Callable[[], None], trace: Path | None, cuda: bool) -> list[dict[str, Any]]:
     """Run under the profiler; the raw trace events. `trace` (.json or .json.gz) is kept when given."""
     activities = [ProfilerActivity.CUDA] if cuda else []
     if trace is not None or not cuda:
         activities.append(ProfilerActivity.CPU)
     if cuda:
-        with profile(activities=activities):  # the first use sets the profiler up, and may miss events
+        with torch_profile(activities=activities):  # the first use sets the profiler up, and may miss events
             torch.cuda.synchronize()  # what is in the air belongs to no step of ours
-    with profile(activities=activities) as profiler:
+    with torch_profile(activities=activities) as profiler:
         run()
         if cuda:
             torch.cuda.synchronize()

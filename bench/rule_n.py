@@ -1,4 +1,4 @@
-"""Owns rule N, the one numeric rule that says whether logits are right. Does not own how logits are made (check, reference).
+"""Owns rule N, the one numeric rule that says whether logits are right. Does not own how they are made (check, hugging_face).
 
 e is the largest difference between our logits and Hugging Face's in float32; e0 is the same for Hugging Face in the run's own
 dtype, so it is what rounding alone costs. Ours may cost twice that, and must choose the same token wherever Hugging Face's
@@ -14,8 +14,6 @@ from torch import Tensor
 from runtime.sampling import lowest_argmax
 
 FLOAT32_BOUND = 1e-3
-CHUNK = 32
-"""Positions compared at a time: temporaries of `[32, V]` beside the `[T, V]` tensors that are compared."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +73,16 @@ def rule_n(ours: Tensor, reference: Tensor, same_dtype: Tensor | None) -> Verdic
     shapes = {tuple(x.shape) for x in (ours, reference, same_dtype) if x is not None}
     if len(shapes) != 1 or ours.dim() != 2 or ours.numel() == 0:
         raise ValueError(f"logits to compare must have one shape [T, V] with T and V above 0; got {sorted(shapes)}")
-    errors, e0s, scales, gaps, agrees = [], [], [], [], []
-    for at in range(0, len(ours), CHUNK):
-        mine, want = ours[at : at + CHUNK].float(), reference[at : at + CHUNK].to(ours.device).float()  # [N, V]
-        errors.append((mine - want).abs().amax(dim=1))
-        scales.append(want.abs().amax(dim=1))
-        best, second = want.topk(min(2, want.shape[1]), dim=1).values[:, [0, -1]].unbind(1)
-        gaps.append(best - second)
-        agrees.append(lowest_argmax(mine) == lowest_argmax(want))
-        if same_dtype is not None:
-            e0s.append((same_dtype[at : at + CHUNK].to(ours.device).float() - want).abs().amax(dim=1))
+    want = reference.to(ours.device)
     # Tensor.amax carries a NaN to the end, where every comparison with it is false; Python's max would drop it.
-    error = torch.cat(errors)
-    e, scale = float(error.amax()), float(torch.cat(scales).amax())
-    e0 = float(torch.cat(e0s).amax()) if same_dtype is not None else 0.0
-    bound = 2 * e0 + 1e-3 * scale if same_dtype is not None else FLOAT32_BOUND
-    decided = torch.cat(gaps) > (4 * e0 if same_dtype is not None else 2 * bound)
-    agreed = decided & torch.cat(agrees)
+    errors = (ours - want).abs().amax(dim=1)  # [T]
+    e, scale, e0, bound = float(errors.amax()), float(want.abs().amax()), 0.0, FLOAT32_BOUND
+    if same_dtype is not None:
+        e0 = float((same_dtype.to(ours.device) - want).abs().amax())
+        bound = 2 * e0 + 1e-3 * scale
+    best = want.topk(min(2, want.shape[1]), dim=1).values
+    decided = best[:, 0] - best[:, -1] > (4 * e0 if same_dtype is not None else 2 * bound)
+    agreed = decided & (lowest_argmax(ours) == lowest_argmax(want))
     return Verdict(
         e=e,
         e0=e0,
@@ -102,7 +93,7 @@ def rule_n(ours: Tensor, reference: Tensor, same_dtype: Tensor | None) -> Verdic
         decided=int(decided.sum()),
         agreed=int(agreed.sum()),
         passed=e <= bound and torch.equal(agreed, decided),
-        errors=tuple(error.tolist()),
+        errors=tuple(errors.tolist()),
     )
 
 

@@ -1,15 +1,16 @@
-"""Owns the clock: one pass over a batch, from the prompts' arrival to the last token, and the rates that follow from it.
-
-Does not own who computes the tokens: an engine and a rival are both a `Contender`.
+"""Owns the clock: one pass over a batch, from the prompts' arrival to the last token, the rates that follow from it, and the
+cells of a matrix that take turns. Does not own who computes the tokens (contenders) or what is said of them (report).
 """
 
 import gc
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from runtime.errors import RequestError
+import torch
+
+from runtime.errors import DeviceError, RequestError
 
 FORMULAS = {
     "ttft_ms": "a prompt's arrival (all of a batch arrive together) to its first token",
@@ -38,27 +39,20 @@ class Shape:
 
 
 class Contender(Protocol):
-    """Someone who turns prompts into tokens. The calls come in the order below; streams are numbered 0 to batch - 1.
-
-    Attributes:
-        ops, graph: how it plays a step, as outputs call it.
-    """
+    """Someone who turns prompts into tokens, called in the order below; `ops` and `graph` say how, as outputs call it."""
 
     ops: str
     graph: str
 
     def prepare(self, shape: Shape, seed: int) -> None:
-        """Make the prompts and fill the cache to the shape's depth. Not timed."""
+        """Make the prompts, fill the cache to the shape's depth, wait for the device. Not timed."""
 
     def submit(self) -> None:
         """Hand the prompts over. The clock runs."""
 
     def advance(self) -> list[int]:
-        """Compute one step and bring its tokens to the host: the stream of each token. A stream never ends by itself before
-        it has gen_len tokens.
-
-        Raises:
-            RequestError: a stream ended with an error.
+        """Compute one step and bring its tokens to the host: the stream, 0 to batch - 1, of each token. No stream ends before
+        it has gen_len tokens. Raises RequestError if one ended with an error.
         """
 
     def finish(self) -> None:
@@ -140,3 +134,49 @@ def measure(contender: Contender, shape: Shape, seed: int, clock: Callable[[], f
     finally:
         gc.unfreeze()
         contender.finish()
+
+
+@dataclass
+class Cell:
+    """One line of the matrix and what was measured in it.
+
+    Attributes:
+        step_bytes: what a decode step must read at the least: weight_bytes once, K and V of each stream's positions.
+        passes: the counted passes; failures: a sentence for each pass that failed, the warm-up's too.
+    """
+
+    contender: Contender
+    shape: Shape
+    step_bytes: int
+    weight_bytes: int
+    passes: list[Pass] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.contender.ops}/{self.contender.graph} batch {self.shape.batch} depth {self.shape.depth}"
+
+
+def play(cells: Sequence[Cell], reps: int, warmup: int, say: Callable[[str], None]) -> bool:
+    """Play every cell `warmup` times uncounted and `reps` times counted, all at full length, taking turns: rep by rep, not cell
+    by cell, so that a drifting clock is shared. A pass that fails is noted in its cell.
+
+    Returns:
+        False if the device failed: nothing further can run.
+    """
+    for turn in range(warmup + reps):
+        counted = turn >= warmup
+        label = f"rep {turn - warmup + 1}/{reps}" if counted else f"warm-up {turn + 1}/{warmup}"
+        for number, cell in enumerate(cells):
+            try:
+                # Other prompts in every turn: none may be answered from an earlier one's cache.
+                done = measure(cell.contender, cell.shape, seed=turn * len(cells) + number)
+            except (RequestError, torch.OutOfMemoryError, DeviceError, torch.AcceleratorError) as error:
+                cell.failures.append(f"{label}: {error}")
+                say(f"{label}, {cell}: failed: {error}")
+                if isinstance(error, RequestError | torch.OutOfMemoryError):
+                    continue
+                return False
+            say(f"{label}, {cell}: {done.decode_rate:.1f} tok/s decode, first token {1e3 * max(done.first):.1f} ms")
+            if counted:
+                cell.passes.append(done)
+    return True

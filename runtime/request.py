@@ -72,9 +72,10 @@ class Request:
         max_tokens: tokens to produce at most; None runs to the end of the context, and so does a value past it.
         min_tokens: tokens before which no end id can be drawn.
         end_ids: ids that end the answer, at most 16; the id itself is produced and counted.
+        cached: prompt tokens, from the first on, whose K and V lie in the slot's cache already; prefill begins behind them.
 
     Raises:
-        RequestError: empty prompt, counts below their least values, or more than 16 end ids.
+        RequestError: empty prompt, one that is cached to its end, counts below their least values, or more than 16 end ids.
     """
 
     id: str
@@ -83,10 +84,13 @@ class Request:
     max_tokens: int | None = None
     min_tokens: int = 0
     end_ids: tuple[int, ...] = ()
+    cached: int = 0
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise RequestError("the prompt has no tokens; give at least one", "prompt")
+        if not 0 <= self.cached < len(self.prompt_ids):
+            raise RequestError(f"cached is {self.cached}; it must be 0 or above and leave one of {len(self.prompt_ids)} tokens")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(f"max_tokens is {self.max_tokens}; it must be 1 or above", "max_tokens")
         if self.min_tokens < 0:

@@ -57,7 +57,7 @@ class Scheduler:
             length = len(request.prompt_ids)
             last = self.capacity - 1
             limit = last if request.max_tokens is None else min(length + request.max_tokens - 1, last)
-            admitted.append(Running(request, self._free.pop(), limit, length=length))
+            admitted.append(Running(request, self._free.pop(), limit, prefilled=request.cached, length=length))
         self._running += admitted
         return admitted
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench import check, hf_model
+from bench import check, hugging_face
 from models import ModelConfig, load_engine, random_weights
 from runtime.config import EngineConfig
 from runtime.errors import ConfigError, RequestError
@@ -102,7 +102,7 @@ def test_a_file_without_a_list_of_ids_is_refused(bench, folders, tmp_path, text)
         (("--prefill", 65), "--prefill is 65; allowed: 0 to the number of ids, 64"),
         (("--ops", "unfused,fused"), "fused kernels run only on a CUDA device"),
         (("--graph", "on,off"), "graphs are captured only on a CUDA device"),
-        (("--max-len", 20), "64 ids need 64 positions and --max-len is 20"),
+        (("--max-len", 20), "64 positions are needed and max_len is 20"),
         (("--rows", 4, "--max-slots", 2), "--max-slots is 2 and 4 rows are to be played"),
         (("--logits", "no/such/folder/out.safetensors"), "the folder does not exist"),
     ],
@@ -146,11 +146,12 @@ def test_transformers_plays_over_our_weights_without_a_copy(tmp_path, family, ti
     """Models without a folder (random weights) are judged so; the config is built from ours and the weights are views."""
     folder = tok_b(tiny(tmp_path / "m", family, tie_word_embeddings=tied, dtype=torch.float32))
     model = load_engine(str(folder), EngineConfig(device="cpu", max_len=64)).engine.model
-    read = hf_model.read_folder(folder, torch.float32, torch.device("cpu"), "eager")
+    read = hugging_face.read_folder(folder, torch.float32, torch.device("cpu"))
     ids = torch.tensor([IDS])
-    for hf in (hf_model.around(model, None, torch.float32, "eager"), hf_model.around(model, folder, torch.float32, "sdpa")):
+    for path, attention in ((None, "eager"), (folder, "sdpa")):
+        hf = hugging_face.around(model, path, torch.float32, attention)
         assert hf.model.embed_tokens.weight.data_ptr() == model.embedding.data_ptr()
         assert hf.model.layers[1].mlp.gate_proj.weight.data_ptr() == model.layers[1].gate_up_proj.weight.data_ptr()
         with torch.inference_mode():
             assert (hf(input_ids=ids).logits - read(input_ids=ids).logits).abs().max() < 1e-3
-    assert hf_model.around(model, None, torch.bfloat16, "eager").dtype == torch.bfloat16
+    assert hugging_face.around(model, None, torch.bfloat16, "eager").dtype == torch.bfloat16

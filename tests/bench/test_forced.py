@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.forced import forced_logits
+from bench.check import forced_logits
 from runtime.decode_step import DecodeStep
 from runtime.kv_cache import KVCache
 from runtime.ops import SlotState, load_ops

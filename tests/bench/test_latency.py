@@ -13,8 +13,7 @@ import torch
 from bench import report
 from bench.__main__ import run
 from bench.ceiling import Ceiling
-from bench.cells import Cell
-from bench.timing import Pass, Shape
+from bench.timing import Cell, Pass, Shape
 from runtime.engine import Engine
 from runtime.errors import ConfigError, RequestError
 
@@ -92,7 +91,7 @@ def test_transformers_plays_the_same_cells_in_turn(bench, folders):
 
 def test_random_weights_lift_the_limit_of_positions(bench, folders):
     words = ("latency", "--model", folders["llama"], "--prompt-len", 600, "--gen-len", 4, "--reps", 1)
-    with pytest.raises(ConfigError, match="need 604 positions and llama has 512"):
+    with pytest.raises(ConfigError, match="604 positions are needed and llama has 512"):
         bench(*words)
     printed = bench(*words, "--random-weights")
     assert printed.code == 0
@@ -120,7 +119,7 @@ def test_a_cell_without_a_single_pass_is_still_a_row():
     cell = Cell(None, Shape(1, 16, 6, 0), 100, 80)
     cell.contender = type("Named", (), {"ops": "unfused", "graph": "off"})
     cell.failures.append("rep 1/1: out of memory")
-    result = report.cell_json(cell, Ceiling(10.0, "given", None))
+    result = report.cell_json(cell, None, Ceiling(10.0, "given", None))
     assert result["mean_tpot_ms"] is None
     assert "failed" in report.markdown(report.rows("m", [result]))
     assert json.loads(report.json_text(result))["share_of_read_ceiling"] is None
@@ -129,7 +128,7 @@ def test_a_cell_without_a_single_pass_is_still_a_row():
 def test_a_share_is_the_floor_over_the_mean_time_of_a_token():
     cell = Cell(type("Named", (), {"ops": "unfused", "graph": "off"}), Shape(1, 16, 3, 0), 20_000_000, 16_000_000)
     cell.passes.append(Pass(cell.shape, (0.5,), (0.003, 0.005), 2, 3, 0.508))
-    result = report.cell_json(cell, Ceiling(10.0, "given", 20.0))
+    result = report.cell_json(cell, None, Ceiling(10.0, "given", 20.0))
     assert result["floor_ms"] == pytest.approx(2.0)
     assert result["mean_tpot_ms"] == pytest.approx(4.0)
     assert result["share_of_read_ceiling"] == pytest.approx(0.5)
@@ -166,7 +165,7 @@ def test_a_wrong_flag_is_a_usage_error(words, capsys):
     ("words", "message"),
     [
         (("--batch", "4", "--max-slots", "2"), "--max-slots is 2 and 4 rows"),
-        (("--max-len", "20"), "need 22 positions and --max-len is 20"),
+        (("--max-len", "20"), "22 positions are needed and max_len is 20"),
         (("--output", "no/such/folder/x.md"), "folder does not exist"),
         (("--profile", "no/such/folder/x.json"), "folder does not exist"),
         (("--ops", "fused"), "fused kernels run only on a CUDA device"),

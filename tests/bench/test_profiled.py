@@ -6,10 +6,9 @@ import json
 import pytest
 import torch
 
-from bench.cells import Cell, profile
-from bench.engine_run import EngineRun, needed_len
-from bench.profiled import busy_us, count, record, repeats
-from bench.timing import Shape
+from bench.contenders import EngineRun, needed_len
+from bench.profiled import busy_us, count, profile, record, repeats
+from bench.timing import Cell, Shape
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from tests.runtime.fake import FakeModel
@@ -77,7 +76,7 @@ def test_cells_have_traces_of_their_own(tmp_path):
     config = EngineConfig("cpu", "float32", "unfused", "off", "off", max_len=needed_len(shape, 8), max_slots=2, prefill_chunk=8)
     run = EngineRun(Engine(model, config), "unfused", "off")
     cells = [Cell(run, shape, 1, 1), Cell(run, Shape(1, 8, 12, 0), 1, 1), Cell(run, Shape(1, 8, 5, 0), 1, 1)]
-    profile(cells, 1, torch.device("cpu"), tmp_path / "t.json.gz", lambda text: None)
+    notes = profile(cells, 1, torch.device("cpu"), tmp_path / "t.json.gz", lambda text: None)
     assert {path.name for path in tmp_path.iterdir()} == {"t-unfused-off-b2-d0.json.gz", "t-unfused-off-b1-d0.json.gz"}
-    assert [each.profile_note is None for each in cells] == [True, True, False]
+    assert notes == [None, None, "gen_len 5 is too short to profile; 6 or more are needed"]
     assert not run.engine.has_work

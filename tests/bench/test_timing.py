@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.cells import Cell, above_ceiling, play
-from bench.engine_run import EngineRun, needed_len
-from bench.timing import Shape, measure
+from bench.ceiling import Ceiling
+from bench.contenders import EngineRun, needed_len
+from bench.report import above_ceiling
+from bench.timing import Cell, Shape, measure, play
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.errors import DeviceError, RequestError
 from tests.runtime.fake import FakeModel
-
-CPU = torch.device("cpu")
 
 
 class Scripted:
@@ -138,7 +137,6 @@ def test_depth_fills_the_cache_in_place_of_prefilling():
     assert starts == [(11, 5), (11, 5)]
     assert (run.engine.cache.k[..., :11, :] != 0).all()
     assert (run.engine.cache.v[..., :11, :] != 0).all()
-    assert run.engine.model is model
     starts.clear()
     measure(run, replace(shape, depth=0), 1)
     assert starts == [(0, 5), (0, 5)]
@@ -207,7 +205,7 @@ def test_cells_take_turns_and_warm_up_does_not_count():
         contender = Named([(0, [0])] * 3)
         contender.name = name
         cells.append(cell(contender))
-    assert play(cells, reps=2, warmup=1, device=CPU, say=lambda text: None)
+    assert play(cells, reps=2, warmup=1, say=lambda text: None)
     assert [name for name, _ in order] == ["a", "b"] * 3
     assert len({seed for _, seed in order}) == 6
     assert [len(each.passes) for each in cells] == [2, 2]
@@ -215,7 +213,7 @@ def test_cells_take_turns_and_warm_up_does_not_count():
 
 def test_a_failed_pass_is_counted_apart_and_the_others_go_on():
     good, bad = cell(Scripted([(0, [0])] * 3)), cell(Scripted([(0, [0])], broken=True))
-    assert play([bad, good], reps=2, warmup=0, device=CPU, say=lambda text: None)
+    assert play([bad, good], reps=2, warmup=0, say=lambda text: None)
     assert (len(bad.passes), len(bad.failures)) == (0, 2)
     assert (len(good.passes), len(good.failures)) == (2, 0)
 
@@ -226,7 +224,7 @@ def test_a_failed_device_ends_the_run():
             raise DeviceError("the device failed")
 
     dead, never = cell(Dead([])), cell(Scripted([(0, [0])] * 3))
-    assert not play([dead, never], reps=1, warmup=0, device=CPU, say=lambda text: None)
+    assert not play([dead, never], reps=1, warmup=0, say=lambda text: None)
     assert len(dead.failures) == 1
     assert never.passes == []
 
@@ -235,5 +233,5 @@ def test_a_rate_above_the_floor_is_warned_of():
     contender = Scripted([(0.1, [0]), (0.001, [0]), (0.001, [0])])
     measured = cell(contender)
     measured.passes.append(measure(contender, measured.shape, 0, contender.clock))
-    assert above_ceiling(measured, floor_ms=0.9) is None
-    assert "the clock is wrong" in above_ceiling(measured, floor_ms=1.1)
+    assert above_ceiling(measured, Ceiling(2 / 0.9, "given", None)) is None
+    assert "the clock is wrong" in above_ceiling(measured, Ceiling(2 / 1.1, "given", None))

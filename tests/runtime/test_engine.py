@@ -80,6 +80,24 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_keep_their_pace():
     assert told == [["short"], ["short"], ["short"], ["long"], ["short"]]
 
 
+def test_prefill_begins_behind_what_is_cached():
+    model, starts = FakeModel(), []
+    inner = model.prefill
+    model.prefill = lambda ids, start, *rest: starts.append((start, ids.tolist())) or inner(ids, start, *rest)
+    engine = make(model, prefill_chunk=2)
+    engine.cache.k[0, :, 0, :2, 0] = 9.0
+    assert [e.token for e in run(engine, Request("a", (1, 2, 3, 4, 5), max_tokens=2, cached=2))] == [6, 7]
+    assert starts == [(2, [3, 4]), (4, [5])]
+    assert engine.cache.k[0, :, 0, :6, 0].amax(0).tolist() == [9, 9, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("cached", [-1, 3, 4])
+def test_a_prompt_that_is_cached_to_its_end_is_refused(cached):
+    """Its last token must be computed: the first answer token is drawn from its logits."""
+    with pytest.raises(RequestError, match=f"cached is {cached}; it must be 0 or above and leave one of 3 tokens"):
+        make().submit(Request("a", (1, 2, 3), cached=cached))
+
+
 def test_cancelling_frees_the_slot_within_one_step_and_drops_later_tokens():
     engine = make(max_slots=1)
     engine.submit(Request("a", (1,), max_tokens=9))

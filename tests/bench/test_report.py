@@ -1,9 +1,9 @@
-"""Percentiles and what is said of few samples."""
+"""What is said of samples: percentiles, and what is said of few of them."""
 
 import numpy as np
 import pytest
 
-from bench.percentiles import deviation, percentile, summary
+from bench.report import mean_and_deviation, percentile, summary
 
 SAMPLES = [10, 11, 12, 13, 14, 15, 16, 17, 18, 100]
 
@@ -16,7 +16,7 @@ def test_percentiles_interpolate_linearly(q, value):
 
 def test_one_sample_is_every_percentile_and_has_no_deviation():
     assert percentile([3.0], 99) == 3.0
-    assert deviation([3.0]) is None
+    assert mean_and_deviation("x", [3.0]) == {"mean_x": 3.0, "std_x": None}
 
 
 def test_a_p99_of_few_samples_is_flagged_and_n_is_told():

@@ -1,0 +1,122 @@
+"""Owns those who turn prompts into tokens under the clock: Quartet's engine, and Hugging Face transformers.
+
+Both play random ids, other ones in every pass, greedily and with no end ids. Does not own the clock (timing).
+"""
+
+import inspect
+from typing import Any
+
+import torch
+
+from bench.timing import Shape
+from runtime.engine import Engine
+from runtime.errors import RequestError
+from runtime.request import Request
+
+
+def needed_len(shape: Shape, chunk: int) -> int:
+    """Positions a slot must hold for a pass of this shape: the first stream decodes while the others' prompts are computed."""
+    return shape.depth + shape.prompt_len + shape.gen_len + (shape.batch - 1) * _prompt_steps(shape, chunk)
+
+
+def _prompt_steps(shape: Shape, chunk: int) -> int:
+    """Steps, one to spare, in which a prompt is computed: streams before it produce a token in each of them."""
+    return -(-shape.prompt_len // chunk) + 1
+
+
+class EngineRun:
+    """An engine in one of its modes. See `timing.Contender`."""
+
+    def __init__(self, engine: Engine, ops: str, graph: str) -> None:
+        self.engine = engine
+        self.ops = ops
+        self.graph = graph
+        self._requests: list[Request] = []
+        self._stream: dict[str, int] = {}
+
+    def prepare(self, shape: Shape, seed: int) -> None:
+        engine = self.engine
+        engine.switch(self.ops, self.graph == "on")
+        for cached in (engine.cache.k, engine.cache.v):
+            cached[..., : shape.depth, :].normal_()
+        ids = _random_ids(engine.model.vocab_size, shape.batch, shape.depth + shape.prompt_len, seed).tolist()
+        # Earlier streams may run longer, so that the batch stays whole until the last one is done.
+        spare = _prompt_steps(shape, engine.config.prefill_chunk)
+        lengths = [shape.gen_len + (shape.batch - 1 - i) * spare for i in range(shape.batch)]
+        self._requests = [
+            Request(f"{seed}-{i}", tuple(ids[i]), max_tokens=lengths[i], cached=shape.depth) for i in range(shape.batch)
+        ]
+        self._stream = {request.id: i for i, request in enumerate(self._requests)}
+        _synchronize(engine.model.device)
+
+    def submit(self) -> None:
+        for request in self._requests:
+            self.engine.submit(request)
+
+    def advance(self) -> list[int]:
+        if not self.engine.has_work:
+            raise RequestError("the engine ran out of work before every stream had its tokens")
+        streams = []
+        for event in self.engine.step():
+            if event.finish == "error":
+                raise RequestError(f"request {event.request_id}: {event.message}")
+            if event.token is not None:
+                streams.append(self._stream[event.request_id])
+        return streams
+
+    def finish(self) -> None:
+        for request in self._requests:
+            self.engine.cancel(request.id)
+        while self.engine.has_work:
+            self.engine.step()
+
+
+class TransformersRun:
+    """A transformers model in eval mode, its eager forward with a dynamic cache. See `timing.Contender`."""
+
+    ops, graph = "transformers", "off"
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+        # Versions differ, and forward takes any keyword: a wrong name would quietly mean no cache.
+        self._cache_name = "cache" if "cache" in inspect.signature(type(hf).forward).parameters else "past_key_values"
+        self._cache: Any = None
+        self._ids = torch.empty(0)
+
+    @torch.inference_mode()
+    def prepare(self, shape: Shape, seed: int) -> None:
+        from transformers import DynamicCache
+
+        config, device = self._hf.config, self._hf.device
+        self._ids = _random_ids(config.vocab_size, shape.batch, shape.prompt_len, seed)
+        self._cache = DynamicCache(config=config)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        size = (shape.batch, config.num_key_value_heads, shape.depth, head_dim)
+        for layer in range(config.num_hidden_layers if shape.depth else 0):
+            k, v = (torch.randn(size, dtype=self._hf.dtype, device=device) for _ in range(2))
+            self._cache.update(k, v, layer)
+        _synchronize(device)
+
+    def submit(self) -> None:
+        self._ids = self._ids.to(self._hf.device)
+
+    @torch.inference_mode()
+    def advance(self) -> list[int]:
+        arguments = {"input_ids": self._ids, self._cache_name: self._cache, "use_cache": True, "logits_to_keep": 1}
+        tokens = self._hf(**arguments).logits[:, -1].argmax(dim=-1)  # [B]
+        tokens.tolist()  # the wait for the device, as for a user who reads them
+        self._ids = tokens[:, None]
+        return list(range(len(tokens)))
+
+    def finish(self) -> None:
+        self._cache = None
+
+
+def _random_ids(vocab_size: int, batch: int, length: int, seed: int) -> torch.Tensor:
+    return torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait for what is enqueued: nothing of the preparation may fall into the timed pass."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
