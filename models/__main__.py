@@ -11,47 +11,43 @@ from runtime.config import DTYPES
 from runtime.errors import UnsupportedModelError
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags of this door."""
+def describe(source: ModelSource, dtype: str) -> dict[str, str]:
+    """What each line says, by its name; bytes are counted in `dtype`."""
+    config = source.config
+    lines = {
+        "model": source.label if source.note is None else f"{source.label} ({source.note})",
+        "family": f"{config.family} ({ARCHITECTURES[config.family]})",
+        "shapes": f"L {config.num_layers} layers, C {config.hidden_size} hidden, H {config.num_heads} heads, "
+        f"K {config.num_kv_heads} kv heads, D {config.head_dim} head dim, F {config.intermediate_size} MLP, "
+        f"V {config.vocab_size} vocabulary",
+        "traits": _traits(config),
+        "context": "no limit" if config.max_position is None else f"{config.max_position:,} positions",
+        "dtype": dtype if dtype == config.dtype else f"{dtype}; stored as {config.dtype}",
+        "parameters": f"{config.num_parameters:,}",
+        "weights": f"{config.weight_bytes(dtype):,} bytes",
+        "read per token": f"{config.bytes_per_token(dtype):,} bytes of weights, and K and V of the context",
+        "KV cache": f"{config.kv_bytes_per_position(dtype):,} bytes per position",
+    }
+    if source.end_ids:
+        lines["end ids"] = ", ".join(map(str, source.end_ids))
+    return lines
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Parse the flags and print the lines; 1 where the model is not supported."""
     about = "Look at a checkpoint: family, shapes, bytes, and whether it is supported (exit code 1 if not). Loads no weights."
     flags = argparse.ArgumentParser(prog="python -m models", description=about)
     flags.add_argument("model", metavar="MODEL", help="`demo`, a folder, a Hugging Face hub id, or random:<shape>")
     flags.add_argument("--revision", help="branch, tag or commit of a hub id")
     flags.add_argument("--dtype", choices=DTYPES, default="auto", help="count bytes in this type; auto: as stored")
-    return flags
-
-
-def describe(source: ModelSource, dtype: str) -> list[tuple[str, str]]:
-    """Name and value of each line, bytes counted in `dtype`."""
-    config = source.config
-    per_position = config.kv_bytes_per_position(dtype)
-    lines = [
-        ("model", source.label if source.note is None else f"{source.label} ({source.note})"),
-        ("family", f"{config.family} ({ARCHITECTURES[config.family]})"),
-        ("shapes", _shapes(config)),
-        ("traits", _traits(config)),
-        ("context", "no limit" if config.max_position is None else f"{config.max_position:,} positions"),
-        ("dtype", dtype if dtype == config.dtype else f"{dtype}; stored as {config.dtype}"),
-        ("parameters", f"{config.num_parameters:,}"),
-        ("weights", f"{config.weight_bytes(dtype):,} bytes"),
-        ("read per token", f"{config.bytes_per_token(dtype):,} bytes of weights, and K and V of the context"),
-        ("KV cache", f"{per_position:,} bytes per position"),
-    ]
-    if source.end_ids:
-        lines.append(("end ids", ", ".join(str(token) for token in source.end_ids)))
-    return lines
-
-
-def run(argv: Sequence[str] | None = None) -> int:
-    """Print the lines; 1 where the model is not supported."""
-    args = parser().parse_args(argv)
+    args = flags.parse_args(argv)
     local = args.model == "demo" or Path(args.model).expanduser().is_dir()
     try:
         source = find_model(args.model, args.revision, weights=local)
     except UnsupportedModelError as error:
         print(f"{'supported':<15} no: {error}")
         return 1
-    for name, value in describe(source, source.config.dtype if args.dtype == "auto" else args.dtype):
+    for name, value in describe(source, source.config.dtype if args.dtype == "auto" else args.dtype).items():
         print(f"{name:<15} {value}")
     checked = "" if local or source.path is None else " (by its config; the weights were not fetched)"
     print(f"{'supported':<15} yes{checked}")
@@ -61,14 +57,6 @@ def run(argv: Sequence[str] | None = None) -> int:
 def main() -> None:
     """The console script: run and end the process."""
     run_door(run)
-
-
-def _shapes(config: ModelConfig) -> str:
-    return (
-        f"L {config.num_layers} layers, C {config.hidden_size} hidden, H {config.num_heads} heads, "
-        f"K {config.num_kv_heads} kv heads, D {config.head_dim} head dim, F {config.intermediate_size} MLP, "
-        f"V {config.vocab_size} vocabulary"
-    )
 
 
 def _traits(config: ModelConfig) -> str:

@@ -3,11 +3,11 @@
 Does not own weights (weights) or what the user wants (runtime.config).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.fields import Fields
-from models.rope import PLAIN, RopeConfig
+from models.rope import RopeConfig
 from runtime.errors import CheckpointError, UnsupportedModelError
 
 ARCHITECTURES = {
@@ -27,7 +27,7 @@ class ModelConfig:
 
     Attributes:
         family: "llama", "mistral", "qwen2" or "qwen3".
-        vocab_size (V), hidden_size (C), intermediate_size (F), num_layers (L), num_heads (H), num_kv_heads (K), head_dim (D).
+        vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: V, C, F, L, H, K, D.
         max_position: positions the model was made for; None: no limit (random weights).
         rms_norm_eps: of every RMSNorm.
         rope: the rotary embedding.
@@ -38,8 +38,7 @@ class ModelConfig:
         dtype: "bfloat16", "float16" or "float32", as stored.
 
     Raises:
-        CheckpointError: values that cannot stand together.
-        UnsupportedModelError: values that Quartet does not run.
+        UnsupportedModelError: heads that Quartet does not run.
     """
 
     family: str
@@ -52,7 +51,7 @@ class ModelConfig:
     head_dim: int
     max_position: int | None
     rms_norm_eps: float = 1e-6
-    rope: RopeConfig = PLAIN
+    rope: RopeConfig = field(default_factory=RopeConfig)
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -77,57 +76,53 @@ class ModelConfig:
             CheckpointError: the file is missing, damaged, or contradicts itself.
             UnsupportedModelError: a sound config of a model that Quartet does not run; one sentence says why.
         """
-        return cls.from_fields(Fields.read(path / "config.json"))
-
-    @classmethod
-    def from_fields(cls, fields: Fields) -> "ModelConfig":
-        """Read the object of a config.json; raises as `from_dir`."""
+        fields = Fields.read(path / "config.json")
         family = _family(fields)
-        hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        head_dim = fields.optional_integer("head_dim")
+        hidden, heads = fields.need("hidden_size", int), fields.need("num_attention_heads", int)
+        head_dim = fields.get("head_dim", int, None)
         if head_dim is None and hidden % heads:
             raise CheckpointError(f"{fields.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-        max_position = fields.integer("max_position_embeddings")
-        activation = fields.text("hidden_act", "silu")
+        max_position = fields.need("max_position_embeddings", int)
+        activation = fields.get("hidden_act", str, "silu")
         if activation not in ("silu", "swish"):
             raise UnsupportedModelError(f"{fields.where}: hidden_act is {activation!r}; Quartet runs silu")
-        attention_bias = family in ("llama", "qwen3") and fields.flag("attention_bias")
+        attention_bias = family in ("llama", "qwen3") and fields.get("attention_bias", bool, False)
         return cls(
             family=family,
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=fields.need("vocab_size", int),
             hidden_size=hidden,
-            intermediate_size=fields.integer("intermediate_size"),
-            num_layers=fields.integer("num_hidden_layers"),
+            intermediate_size=fields.need("intermediate_size", int),
+            num_layers=fields.need("num_hidden_layers", int),
             num_heads=heads,
-            num_kv_heads=fields.integer("num_key_value_heads", heads),
+            num_kv_heads=fields.get("num_key_value_heads", int, heads),
             head_dim=head_dim or hidden // heads,
             max_position=max_position,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.get("rms_norm_eps", float, 1e-6),
             rope=RopeConfig.from_fields(fields, max_position),
             qkv_bias=attention_bias or family == "qwen2",
             o_bias=attention_bias,
-            mlp_bias=family == "llama" and fields.flag("mlp_bias"),
+            mlp_bias=family == "llama" and fields.get("mlp_bias", bool, False),
             qk_norm=family == "qwen3",
             window=_window(fields, family),
-            tied=fields.flag("tie_word_embeddings"),
+            tied=fields.get("tie_word_embeddings", bool, False),
             dtype=_dtype(fields),
         )
 
     @property
     def num_parameters(self) -> int:
         """Every weight once."""
-        return self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self._body_parameters
+        return self._read_parameters + (0 if self.tied else self.vocab_size * self.hidden_size)
 
     @property
-    def _body_parameters(self) -> int:
-        """Layers and final norm: all but the embedding table and the LM head."""
+    def _read_parameters(self) -> int:
+        """What a step reads: layers, final norm and LM head, all but an embedding table that is not the LM head."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         biases = (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.o_bias
         biases += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return self.num_layers * (attention + mlp + norms + biases) + self.hidden_size
+        return self.num_layers * (attention + mlp + norms + biases) + (1 + self.vocab_size) * self.hidden_size
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the weights as they lie on the device."""
@@ -142,41 +137,39 @@ class ModelConfig:
 
         A tied LM head counts. A window bounds the positions read.
         """
-        weights = (self._body_parameters + self.vocab_size * self.hidden_size) * DTYPE_BYTES[dtype]
+        weights = self._read_parameters * DTYPE_BYTES[dtype]
         return weights + min(context, self.window or context) * self.kv_bytes_per_position(dtype)
 
 
 def _family(fields: Fields) -> str:
     """The family, from model_type and architectures, which must agree."""
-    if fields.table("quantization_config"):
-        method = fields.table("quantization_config").get("quant_method", "unknown")
+    if quantization := fields.get("quantization_config", dict, {}):
+        method = quantization.get("quant_method", "unknown")
         raise UnsupportedModelError(
             f"{fields.where}: the checkpoint is quantized (quant_method {method!r}); use its bfloat16 or float16 original"
         )
-    architectures = fields.data.get("architectures") or []
+    model_type, architectures = fields.data.get("model_type"), fields.data.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise CheckpointError(f"{fields.where}: architectures is {architectures!r}; it must be a list of names")
-    by_architecture = {architecture: family for family, architecture in ARCHITECTURES.items()}
-    named = [by_architecture.get(name) for name in architectures]
-    family = fields.data.get("model_type") or (named[0] if named else None)
-    if family not in ARCHITECTURES or any(other != family for other in named):
-        given = f"model_type {fields.data.get('model_type')!r}, architectures {architectures!r}"
-        known = ", ".join(ARCHITECTURES.values())
-        raise UnsupportedModelError(f"{fields.where}: {given} is not supported; Quartet runs {known}")
-    return str(family)
+    for family, architecture in ARCHITECTURES.items():
+        if model_type in (family, None) and set(architectures) <= {architecture} and (model_type or architectures):
+            return family
+    raise UnsupportedModelError(
+        f"{fields.where}: model_type {model_type!r}, architectures {architectures!r} is not supported; "
+        f"Quartet runs {', '.join(ARCHITECTURES.values())}"
+    )
 
 
 def _window(fields: Fields, family: str) -> int | None:
     """The sliding window. Mistral's is 4096 where the key is absent, as in transformers; Qwen's must be switched on."""
     if family == "mistral":
-        return fields.optional_integer("sliding_window") if "sliding_window" in fields.data else 4096
-    if family == "llama" or not fields.flag("use_sliding_window"):
+        return fields.get("sliding_window", int, None) if "sliding_window" in fields.data else 4096
+    if family == "llama" or not fields.get("use_sliding_window", bool, False):
         return None
-    layers = fields.integer("num_hidden_layers")
-    kinds = fields.data.get("layer_types")
-    if kinds is None:
-        full = fields.integer("max_window_layers", 28, least=0)
-        kinds = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
+    layers = fields.need("num_hidden_layers", int)
+    full = 0 if fields.data.get("max_window_layers") == 0 else fields.get("max_window_layers", int, 28)
+    by_count = ["full_attention"] * min(full, layers) + ["sliding_attention"] * (layers - full)
+    kinds = fields.get("layer_types", list, by_count)
     if kinds == ["full_attention"] * layers:
         return None
     if kinds != ["sliding_attention"] * layers:
@@ -184,13 +177,10 @@ def _window(fields: Fields, family: str) -> int | None:
             f"{fields.where}: use_sliding_window mixes windowed and full layers, which Quartet does not run; "
             "set use_sliding_window to false if prompts stay within sliding_window"
         )
-    return fields.integer("sliding_window", 4096)
+    return fields.get("sliding_window", int, 4096)
 
 
 def _dtype(fields: Fields) -> str:
     """What the config says is stored; the weight files have the last word (weights.WeightFiles.dtype)."""
-    for name in ("dtype", "torch_dtype"):
-        value = str(fields.data.get(name)).removeprefix("torch.")
-        if value in DTYPE_BYTES:
-            return value
-    return "bfloat16"
+    named = (str(fields.data.get(key)).removeprefix("torch.") for key in ("dtype", "torch_dtype"))
+    return next((name for name in named if name in DTYPE_BYTES), "bfloat16")

@@ -1,7 +1,6 @@
-"""Owns the decoder: a model as data, its prefill in torch and its decode step as five calls a layer through an ops set.
+"""Owns the decoder: one for all families, as data. Prefill is torch; a decode step is five calls a layer of an ops set.
 
-Does not own where weights come from (weights, random_weights) or how a step's calls are played (runtime.ops). There is one
-decoder for all families: they differ in data.
+Does not own where weights come from (weights, random_weights) or how a step's calls are played (runtime.ops).
 """
 
 from dataclasses import dataclass
@@ -44,7 +43,6 @@ class Decoder:
     """A decoder on one device, in one dtype. Implements runtime.decode_step.Model.
 
     Args:
-        config: the checkpoint's.
         weights: every target of `layout.pieces(config)`, filled.
         max_len: positions the rotary tables hold; nothing may be placed past them.
     """
@@ -68,10 +66,7 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, ids: Tensor, start: int, slot: int, cache: KVCache) -> Tensor:
-        """Run prompt tokens ids `[T]` int64 at positions start.. of a slot, write their K/V, return hidden states `[T, C]`.
-
-        What the slot holds before `start` must be the prompt's own earlier chunks.
-        """
+        """See Model. What the slot holds before `start` must be the prompt's own earlier chunks."""
         eps, end = self.config.rms_norm_eps, start + len(ids)
         x = F.embedding(ids, self.embedding)  # [T, C]
         for layer, kv in zip(self.layers, cache.layers(), strict=True):
@@ -87,12 +82,12 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and LM head: hidden `[N, C]` -> `[N, V]` float32."""
+        """See Model."""
         return float32_logits(rms_norm(hidden, self.norm, self.config.rms_norm_eps), self.lm_head)
 
     @torch.inference_mode()
     def decode(self, slot_of_row: Tensor, state: SlotState, cache: KVCache, ops: Ops) -> tuple[Rows, Tensor]:
-        """One token a row, the last of its slot -> the step's rows and logits `[B, V]` float32. Five calls a layer."""
+        """See Model. Five calls a layer."""
         eps = self.config.rms_norm_eps
         x, rows = ops.embed(slot_of_row, state, self.embedding)  # [B, C]
         for layer, kv in zip(self.layers, cache.layers(), strict=True):
@@ -119,7 +114,7 @@ class Decoder:
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """Causal attention of the last T positions: q `[T, H, D]`, k and v `[K, S', D]` with S' >= T -> `[T, H*D]`.
 
-    Query t stands at position S' - T + t. SDPA's own is_causal aligns a rectangle to its upper left corner: the bias is given.
+    Query t stands at position S' - T + t; SDPA's own is_causal would put query 0 at position 0.
     """
     from torch.nn.attention.bias import causal_lower_right  # brings in torch._dynamo, seconds; load_engine does it early
 
@@ -144,17 +139,8 @@ def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str, cos: Te
     def linear(name: str) -> Linear:
         return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
 
-    attention = Attention(
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        eps=config.rms_norm_eps,
-        cos=cos,
-        sin=sin,
-        q_norm=weights.get(f"{prefix}self_attn.q_norm.weight"),
-        k_norm=weights.get(f"{prefix}self_attn.k_norm.weight"),
-        window=window,
-    )
+    q_norm, k_norm = (weights.get(f"{prefix}self_attn.{name}_norm.weight") for name in "qk")
+    heads, kv_heads = config.num_heads, config.num_kv_heads
     return Layer(
         input_layernorm=weights[f"{prefix}input_layernorm.weight"],
         qkv_proj=linear("self_attn.qkv_proj"),
@@ -162,5 +148,5 @@ def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str, cos: Te
         post_attention_layernorm=weights[f"{prefix}post_attention_layernorm.weight"],
         gate_up_proj=linear("mlp.gate_up_proj"),
         down_proj=linear("mlp.down_proj"),
-        attention=attention,
+        attention=Attention(heads, kv_heads, config.head_dim, config.rms_norm_eps, cos, sin, q_norm, k_norm, window),
     )

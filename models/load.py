@@ -23,17 +23,7 @@ from runtime.kv_cache import fit_max_len
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model ready to run.
-
-    Attributes:
-        engine: takes requests.
-        source: what was found.
-        tokenizer: None for random weights.
-        config: settled: no "auto" left, max_len set.
-        notes: one sentence for each choice made, for the doors to print.
-        load_seconds: from the first byte read to the last weight in place.
-        weight_bytes: weights on the device.
-    """
+    """A model ready to run: its config is settled, its notes are what the doors print, load_seconds is that of the weights."""
 
     engine: Engine
     source: ModelSource
@@ -45,38 +35,29 @@ class Loaded:
 
 
 def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, max_len: int, progress: bool = True) -> Decoder:
-    """The decoder on its device, its weights read or made there.
-
-    Args:
-        max_len: positions its rotary tables hold.
-        progress: show a bar on stderr, where that is a terminal.
+    """The decoder on its device with weights read or made there, and rotary tables for `max_len` positions.
 
     Raises:
         CheckpointError: a weight file that is missing, damaged or does not fit the config.
         OutOfMemoryError: the device cannot hold the weights.
     """
+    files = None if source.path is None else WeightFiles(source.path)
+    if files is not None:
+        files.settle(source.config)
     table = pieces(source.config)
-    if source.path is None:
-        targets = allocate(table, device, dtype)
-        fill_randomly(targets, table)
-        return Decoder(source.config, targets, max_len)
-    files = WeightFiles(source.path)
-    files.settle(source.config)
-    files.check(table, source.config.tied)
     targets = allocate(table, device, dtype)
-    total = sum(target.nbytes for target in targets.values())
-    with _bar(f"loading {source.label}", total, progress) as advance:
-        files.copy_into(targets, table, advance)
+    if files is None:
+        fill_randomly(targets, table)
+    else:
+        total = sum(target.nbytes for target in targets.values())
+        with _bar(f"loading {source.label}", total, progress) as advance:
+            files.copy_into(targets, table, advance)
     return Decoder(source.config, targets, max_len)
 
 
 def load_tokenizer(source: ModelSource) -> Tokenizer | None:
-    """The model's tokenizer; None for random weights.
-
-    Raises:
-        CheckpointError: the folder has none, or it cannot be loaded.
-    """
-    return None if source.path is None else Tokenizer(source.path, source.end_ids)
+    """The model's tokenizer, see `Tokenizer`; None for random weights."""
+    return None if source.path is None else Tokenizer(source.path)
 
 
 def load_engine(
@@ -104,7 +85,7 @@ def load_engine(
         source = source.with_random_weights()
     if config.max_len is not None and needed_len is not None and needed_len > config.max_len:
         raise ConfigError(f"{needed_len} positions are needed and max_len is {config.max_len}; raise --max-len")
-    settled, notes = resolve(config, source.config.dtype)
+    settled, choices = resolve(config, source.config.dtype)
     device, dtype = torch.device(settled.device), getattr(torch, settled.dtype)
     max_len = fit_max_len(
         config.max_len if config.max_len is not None else needed_len,
@@ -115,30 +96,25 @@ def load_engine(
         free_bytes(device),
     )
     settled = replace(settled, max_len=max_len)
-    notes.append(f"context {max_len} positions in each of {settled.max_slots} slots" + _limit(source, max_len))
     tokenizer = load_tokenizer(source)
     importlib.import_module("torch.nn.attention.bias")  # takes seconds, which the first prompt should not wait for
     start = time.perf_counter()
     decoder = load_model(source, device, dtype, max_len, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
-    size = decoder.weight_bytes
-    notes.append(f"weights {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s")
-    if source.note is not None:
-        notes.insert(0, source.note)
+    seconds, size = time.perf_counter() - start, decoder.weight_bytes
+    limit = source.config.max_position
+    why = ": random weights have no limit" if limit is None else f": cut from the model's {limit}" if max_len < limit else ""
+    notes = [
+        *([] if source.note is None else [source.note]),
+        *choices,
+        f"context {max_len} positions in each of {settled.max_slots} slots{why}",
+        f"weights {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s",
+    ]
     engine = Engine(decoder, settled)
     if prepare and device.type == "cuda":
         notes.append(str(engine.prepare()))
     return Loaded(engine, source, tokenizer, settled, notes, seconds, size)
-
-
-def _limit(source: ModelSource, max_len: int) -> str:
-    """Why the context is what it is, when that is not the model's own limit."""
-    limit = source.config.max_position
-    if limit is None:
-        return ": random weights have no limit"
-    return f": cut from the model's {limit}" if max_len < limit else ""
 
 
 @contextmanager

@@ -4,16 +4,13 @@ Does not own the cos and sin tables on the device (decoder) or the rotation (run
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast, get_args
 
 from models.fields import Fields
 from runtime.errors import CheckpointError, UnsupportedModelError
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
-
-TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -49,37 +46,37 @@ class RopeConfig:
             UnsupportedModelError: a rope type that Quartet does not compute.
             CheckpointError: fields that are missing, of a wrong type, or contradict each other.
         """
-        scaling, parameters = config.table("rope_scaling"), config.table("rope_parameters")
+        scaling, parameters = config.get("rope_scaling", dict, {}), config.get("rope_parameters", dict, {})
         if scaling and parameters and scaling != parameters:
             raise CheckpointError(f"{config.where}: rope_scaling and rope_parameters differ; keep one of them")
-        name = "rope_scaling" if scaling else "rope_parameters"
-        nested = Fields(scaling or parameters, f"{config.where}: {name}")
-        theta = nested.number("rope_theta", config.number("rope_theta", 10000.0))
-        if nested.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+        nested = Fields(scaling or parameters, f"{config.where}: {'rope_scaling' if scaling else 'rope_parameters'}")
+        if any(fields.get("partial_rotary_factor", float, 1.0) != 1.0 for fields in (config, nested)):
             raise UnsupportedModelError(f"{config.where}: partial_rotary_factor is not 1; Quartet rotates whole heads only")
         kind = _type_of(nested)
+        theta = nested.get("rope_theta", float, None) or config.get("rope_theta", float, 10000.0)
         if kind == "default":
             return cls(theta=theta)
-        factor = nested.number("factor")
+        factor = nested.need("factor", float)
         if kind == "linear":
             return cls("linear", theta, factor)
         # A value beside the table takes precedence here, as it does in transformers.
-        original = config.optional_integer("original_max_position_embeddings")
-        original = original or nested.integer("original_max_position_embeddings", max_position)
+        original = config.get("original_max_position_embeddings", int, None)
+        original = original or nested.get("original_max_position_embeddings", int, max_position)
         if kind == "llama3":
-            low, high = nested.number("low_freq_factor"), nested.number("high_freq_factor")
+            low, high = nested.need("low_freq_factor", float), nested.need("high_freq_factor", float)
             if low >= high:
                 raise CheckpointError(f"{nested.where}: low_freq_factor {low} must lie below high_freq_factor {high}")
             return cls("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+        fast, slow = nested.get("beta_fast", float, 32.0), nested.get("beta_slow", float, 1.0)
         return cls(
             "yarn",
             theta,
             factor,
             original,
-            beta_fast=nested.number("beta_fast", 32.0),
-            beta_slow=nested.number("beta_slow", 1.0),
-            truncate=nested.flag("truncate", True),
-            attention_factor=_yarn_attention_factor(nested, factor),
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=nested.get("truncate", bool, True),
+            attention_factor=nested.get("attention_factor", float, None) or _yarn_attention_factor(nested, factor),
         )
 
     def inverse_frequencies(self, head_dim: int) -> list[float]:
@@ -87,35 +84,27 @@ class RopeConfig:
         plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
         if self.type == "linear":
             return [f / self.factor for f in plain]
-        if self.type == "llama3":
-            return [self._llama3(f) for f in plain]
-        if self.type == "yarn":
-            ramp = self._yarn_ramp(head_dim)
-            return [f / self.factor * ramp(i) + f * (1 - ramp(i)) for i, f in enumerate(plain)]
-        return plain
+        if self.type == "llama3":  # Meta's llama-models, apply_scaling: wavelengths in the original context decide
+            turns = [self.original_max_position * f / (2 * math.pi) for f in plain]
+            kept = [_ramp(t, self.low_freq_factor, self.high_freq_factor) for t in turns]
+        elif self.type == "yarn":
+            low, high = (self._pair_with(turns, head_dim) for turns in (self.beta_fast, self.beta_slow))
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, head_dim - 1)
+            kept = [1 - _ramp(i, low, high) for i in range(head_dim // 2)]
+        else:
+            return plain
+        return [keep * f + (1 - keep) * f / self.factor for keep, f in zip(kept, plain, strict=True)]
 
-    def _llama3(self, frequency: float) -> float:
-        """Short waves stay, long ones are stretched, those between are blended. Source: Meta's llama-models, apply_scaling."""
-        turns = self.original_max_position * frequency / (2 * math.pi)  # wavelengths in the original context
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        blend = min(max(blend, 0.0), 1.0)
-        return (1 - blend) * frequency / self.factor + blend * frequency
-
-    def _yarn_ramp(self, head_dim: int) -> Callable[[int], float]:
-        """0 where a pair keeps its frequency, 1 where it is stretched, a line between."""
-
-        def pair_with(turns: float) -> float:
-            return head_dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
-
-        low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        width = high - low or 0.001
-        return lambda i: min(max((i - low) / width, 0.0), 1.0)
+    def _pair_with(self, turns: float, head_dim: int) -> float:
+        """The pair, not whole, that turns this often within the original context."""
+        return head_dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
-PLAIN = RopeConfig()
+def _ramp(value: float, low: float, high: float) -> float:
+    """0 up to `low`, 1 from `high`, a line between."""
+    return min(max((value - low) / (high - low or 0.001), 0.0), 1.0)
 
 
 def _type_of(nested: Fields) -> RopeType:
@@ -123,26 +112,20 @@ def _type_of(nested: Fields) -> RopeType:
     new, old = nested.data.get("rope_type"), nested.data.get("type")
     if new is not None and old is not None and new != old:
         raise CheckpointError(f"{nested.where}: rope_type is {new!r} and type is {old!r}; keep one of them")
-    kind: Any = new if new is not None else old
+    kind = old if new is None else new
     if kind is None:
         if set(nested.data) - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}:
             raise CheckpointError(f"{nested.where}: rope_type is missing beside {', '.join(sorted(nested.data))}")
         return "default"
-    if kind not in TYPES:
-        raise UnsupportedModelError(f"{nested.where}: rope_type is {kind!r}; supported: {', '.join(TYPES)}")
+    if kind not in get_args(RopeType):
+        raise UnsupportedModelError(f"{nested.where}: rope_type is {kind!r}; supported: {', '.join(get_args(RopeType))}")
     return cast(RopeType, kind)
 
 
 def _yarn_attention_factor(nested: Fields, factor: float) -> float:
     """What yarn multiplies cos and sin by, unless the config says."""
-    given = nested.optional_number("attention_factor")
-    if given is not None:
-        return given
-
-    def scale(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    mscale, mscale_all_dim = nested.data.get("mscale"), nested.data.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return scale(nested.number("mscale")) / scale(nested.number("mscale_all_dim"))
-    return scale(1.0)
+    stretch = 0.1 * math.log(max(factor, 1.0))
+    mscale, all_dim = nested.data.get("mscale"), nested.data.get("mscale_all_dim")
+    if mscale and all_dim:
+        return (stretch * nested.need("mscale", float) + 1) / (stretch * nested.need("mscale_all_dim", float) + 1)
+    return stretch + 1

@@ -1,19 +1,38 @@
-"""Owns finding a model: what MODEL names, what kind it is and which ids end its answers. Loads no weights."""
+"""Owns finding a model: what MODEL names, the fetch from the Hugging Face hub, which ids end an answer. Loads no weights."""
 
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from models import hub, random_weights
+from huggingface_hub import errors, snapshot_download
+from tokenizers import Tokenizer
+
+from models import random_weights
 from models.config import ModelConfig
 from models.demo import demo_folder
 from models.fields import Fields
-from models.layout import pieces
 from models.weights import WeightFiles
 from runtime.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
+
+DESCRIPTION = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"]
+DESCRIPTION += ["vocab.json", "merges.txt", "chat_template*"]
+WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+"""Not every *.safetensors: some repositories hold the same weights once more in another layout."""
+
+HUB_ERRORS: dict[type[Exception], str] = {
+    errors.HFValidationError: "is neither a folder here nor a Hugging Face hub id",
+    errors.GatedRepoError: "is gated: accept its terms on https://huggingface.co/{name}, then run `hf auth login`",
+    errors.RevisionNotFoundError: "has no revision {revision!r}",
+    errors.RepositoryNotFoundError: "is neither a folder here nor a public model on the Hugging Face hub; check the spelling, "
+    "or run `hf auth login` if it is private",
+    errors.LocalEntryNotFoundError: "is not in the Hugging Face cache and the hub cannot be reached; run `hf download {name}` "
+    "on a machine that is online, or give a local folder",
+    Exception: "cannot be fetched from the Hugging Face hub: {reason}",
+}
+"""What to say after the model's name, by the first class that fits."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,10 @@ def find_model(name: str, revision: str | None = None, weights: bool = True) -> 
     if revision is not None and (made or name == "demo" or folder.exists()):
         raise ConfigError(f"--revision names a version on the Hugging Face hub and {name} is not from there; leave it out")
     if made:
-        return _random(name)
+        shape = random_weights.SHAPES.get(name.removeprefix(random_weights.PREFIX))
+        if shape is None:
+            raise CheckpointError(f"{name} is unknown; random models: {', '.join(random_weights.SHAPES)}")
+        return ModelSource(name, name, None, shape).with_random_weights()
     if name == "demo":
         source = _read(name, "demo", demo_folder(), weights)
         return replace(source, note="demo model: SmolLM2-135M-Instruct, 4-bit weights (Q4_1) widened to bfloat16")
@@ -69,61 +91,56 @@ def find_model(name: str, revision: str | None = None, weights: bool = True) -> 
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and the weights")
     if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CheckpointError(f"{name!r} is no folder; give `demo`, a local folder, a Hugging Face hub id or `random:<shape>`")
-    return _read(name, name, hub.fetch(name, revision, weights), weights)
+    return _read(name, name, _fetch(name, revision, weights), weights)
 
 
 def end_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
     """Ids that end an answer: the union of what config.json, generation_config.json and the tokenizer name, in that order."""
-    found = list(Fields.read(path / "config.json").token_ids("eos_token_id"))
-    if (path / "generation_config.json").is_file():
-        found += Fields.read(path / "generation_config.json").token_ids("eos_token_id")
-    found += _tokenizer_end_id(path)
+    files = [file for file in (path / "config.json", path / "generation_config.json") if file.is_file()]
+    found = [token for file in files for token in Fields.read(file).token_ids("eos_token_id")] + _tokenizer_end_id(path)
     outside = [token for token in found if not 0 <= token < vocab_size]
     if outside:
         log.warning("%s: end ids %s are outside the vocabulary of %d and are left out", path, outside, vocab_size)
     return tuple(token for token in dict.fromkeys(found) if token not in outside)
 
 
-def _random(name: str) -> ModelSource:
-    shape = name.removeprefix(random_weights.PREFIX)
-    if shape not in random_weights.SHAPES:
-        raise CheckpointError(f"{name} is unknown; random models: {', '.join(random_weights.SHAPES)}")
-    return ModelSource(name, name, None, random_weights.SHAPES[shape]).with_random_weights()
+def _fetch(name: str, revision: str | None, weights: bool) -> Path:
+    """The folder of a hub repository, from the cache where it is complete."""
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=DESCRIPTION + (WEIGHTS if weights else [])))
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        words = next(words for kind, words in HUB_ERRORS.items() if isinstance(error, kind))
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{name!r} {words.format(name=name, revision=revision, reason=reason)}") from error
 
 
 def _read(name: str, label: str, path: Path, weights: bool) -> ModelSource:
     config = ModelConfig.from_dir(path)
     if weights:
-        files = WeightFiles(path)
-        config, surprises = files.settle(config)
+        config, surprises = WeightFiles(path).settle(config)
         for sentence in surprises:
             log.warning("%s: %s", path, sentence)
-        for unused in files.check(pieces(config), config.tied):
-            log.warning("%s: tensor %s is not part of the model and is left out", path, unused)
     return ModelSource(name, label, path, config, end_ids(path, config.vocab_size))
 
 
 def _tokenizer_end_id(path: Path) -> list[int]:
-    """The id of the tokenizer's eos_token, read from its files: loading a tokenizer takes seconds."""
+    """The id of the tokenizer's eos_token, read from its files: transformers takes seconds."""
     if not (path / "tokenizer_config.json").is_file():
         return []
-    settings = Fields.read(path / "tokenizer_config.json").data
-    token = _content(settings.get("eos_token"))
+    settings = Fields.read(path / "tokenizer_config.json")
+    token = _content(settings.data.get("eos_token"))
     if token is None:
         return []
-    added = settings.get("added_tokens_decoder")
-    for key, entry in (added if isinstance(added, dict) else {}).items():
-        if _content(entry) == token and str(key).isdigit():
+    for key, entry in settings.get("added_tokens_decoder", dict, {}).items():
+        if _content(entry) == token and key.isdigit():
             return [int(key)]
     if not (path / "tokenizer.json").is_file():
         return []
-    tokenizer = Fields.read(path / "tokenizer.json")
-    entries = tokenizer.data.get("added_tokens") or []
-    found = [entry.get("id") for entry in entries if isinstance(entry, dict) and entry.get("content") == token]
-    vocab = tokenizer.table("model").get("vocab")
-    if not found and isinstance(vocab, dict):
-        found = [vocab.get(token)]
-    return [token_id for token_id in found if isinstance(token_id, int)]
+    try:
+        found = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id(token)
+    except Exception as error:  # the library raises no other class
+        raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+    return [] if found is None else [found]
 
 
 def _content(token: Any) -> str | None:

@@ -27,6 +27,9 @@ TEMPLATE_SECONDS = 2.0
 TAIL = 8
 """Prompt ids decoded in front of an answer, so that its first token keeps its space."""
 
+FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+"""What the code of a template may raise besides its own errors."""
+
 HALF = "\ufffd"
 """What a decoder writes for bytes that are no character, or not yet one."""
 
@@ -39,15 +42,11 @@ log = logging.getLogger(__name__)
 class Tokenizer:
     """A model folder's tokenizer.
 
-    Args:
-        path: the folder.
-        end_ids: ids that end an answer, see source.end_ids.
-
     Raises:
         CheckpointError: there is none, or it cannot be loaded. Nothing else takes its place.
     """
 
-    def __init__(self, path: Path, end_ids: tuple[int, ...]) -> None:
+    def __init__(self, path: Path) -> None:
         if not any((path / name).is_file() for name in FILES):
             raise CheckpointError(f"{path} has no tokenizer: one of {', '.join(FILES)} must be there")
         from transformers import AutoTokenizer  # seconds to import, and most doors can fail before it is needed
@@ -57,8 +56,12 @@ class Tokenizer:
         except Exception as error:  # whatever a damaged tokenizer raises, from three libraries
             raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {_one_line(error)}") from error
         self._hf.model_max_length = sys.maxsize  # the engine refuses long prompts; a warning before would be noise
-        self.end_ids = end_ids
-        self._warn_of_broken_template()
+        if self.has_chat_template:
+            try:
+                self._render([{"role": "user", "content": "a"}], {})
+            except RequestError as error:
+                if isinstance(error.__cause__, TemplateSyntaxError):
+                    log.warning("the chat template cannot be used: %s", error)
 
     @property
     def vocab_size(self) -> int:
@@ -82,27 +85,26 @@ class Tokenizer:
         """Ids of a conversation by the model's chat template, ready for the answer.
 
         Special tokens come from the template alone: one typed in a message becomes plain text, so nobody can forge a turn.
-
-        Args:
-            messages: dicts with role and content.
-            options: further variables of the template.
+        `options` are further variables of the template.
 
         Raises:
             RequestError: no template, or it refuses the messages; in its own words.
         """
         if not self.has_chat_template:
             raise RequestError("the model has no chat template; use a plain prompt", "messages")
-        marks = _Marks(self._special, messages)
-        text = self._render(marks.shield(list(messages)), options)
-        if not marks.typed:
+        said = json.dumps(list(messages), ensure_ascii=False, default=str)
+        mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in said)
+        text = self._render(_shield(list(messages), self._special, mark), options)
+        if mark not in text:
             return self._hf.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
         ids: list[int] = []
-        at = 0
-        for match in self._special.finditer(text):
-            ids += self._plain(marks.restore(text[at : match.start()]))
-            ids.append(self._hf.convert_tokens_to_ids(match.group()))
-            at = match.end()
-        return ids + self._plain(marks.restore(text[at:]))
+        for i, part in enumerate(self._special.split(text)):  # odd parts are special tokens
+            if i % 2:
+                ids.append(self._hf.convert_tokens_to_ids(part))
+            elif part:
+                plain = re.sub(f"{mark}([0-9]+){mark}", lambda match: chr(int(match.group(1))), part)
+                ids += self._without_specials.encode(plain, add_special_tokens=False).ids
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; special tokens are left out and spaces stay as the model wrote them."""
@@ -115,10 +117,10 @@ class Tokenizer:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Any special token, the longest first."""
+        """Any special token, the longest first, as a group."""
         names = {token.content for token in self._hf.added_tokens_decoder.values() if token.special}
         names |= set(self._hf.all_special_tokens)
-        return re.compile("|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or r"(?!)")
+        return re.compile(f"({'|'.join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or '(?!)'})")
 
     @cached_property
     def _without_specials(self) -> tokenizers.Tokenizer:
@@ -127,27 +129,14 @@ class Tokenizer:
         copy.encode_special_tokens = True
         return copy
 
-    def _plain(self, text: str) -> list[int]:
-        return self._without_specials.encode(text, add_special_tokens=False).ids if text else []
-
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         try:
             with _time_limit(TEMPLATE_SECONDS):
                 text = self._hf.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
-        except TemplateError as error:
+        except (TemplateError, *FAILURES) as error:
             raise RequestError(f"the chat template refuses the messages: {_one_line(error)}", "messages") from error
-        except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-            raise RequestError(f"the chat template fails on the messages: {_one_line(error)}", "messages") from error
         assert isinstance(text, str)
         return text
-
-    def _warn_of_broken_template(self) -> None:
-        if self.has_chat_template:
-            try:
-                self._render([{"role": "user", "content": "a"}], {})
-            except RequestError as error:
-                if isinstance(error.__cause__, TemplateSyntaxError):
-                    log.warning("the chat template cannot be used: %s", error)
 
 
 class Detokenizer:
@@ -203,31 +192,13 @@ class Detokenizer:
         return new
 
 
-class _Marks:
-    """What stands for special tokens typed in messages while the template runs: a number between private characters."""
-
-    def __init__(self, special: re.Pattern[str], messages: Sequence[Mapping[str, Any]]) -> None:
-        text = json.dumps(list(messages), ensure_ascii=False, default=str)
-        self._mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in text)
-        self._special = special
-        self.typed: list[str] = []
-
-    def shield(self, value: Any) -> Any:
-        """A copy of messages, or of a part of them, without special tokens."""
-        if isinstance(value, str):
-            return self._special.sub(self._note, value)
-        if isinstance(value, Mapping):
-            return {key: self.shield(item) for key, item in value.items()}
-        return [self.shield(item) for item in value] if isinstance(value, list | tuple) else value
-
-    def restore(self, text: str) -> str:
-        """Put the typed text back."""
-        pattern = f"{self._mark}([0-9]+){self._mark}"
-        return re.sub(pattern, lambda match: self.typed[int(match.group(1))], text)
-
-    def _note(self, match: re.Match[str]) -> str:
-        self.typed.append(match.group())
-        return f"{self._mark}{len(self.typed) - 1}{self._mark}"
+def _shield(value: Any, special: re.Pattern[str], mark: str) -> Any:
+    """A copy of messages, or of a part of them, whose special tokens are spelled as the numbers of their characters."""
+    if isinstance(value, str):
+        return special.sub(lambda match: "".join(f"{mark}{ord(char)}{mark}" for char in match.group()), value)
+    if isinstance(value, Mapping):
+        return {key: _shield(item, special, mark) for key, item in value.items()}
+    return [_shield(item, special, mark) for item in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager

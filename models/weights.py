@@ -5,7 +5,7 @@ file format is ever opened.
 """
 
 import logging
-import stat
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.fields import Fields
-from models.layout import EMBEDDING, LM_HEAD, Piece, part
+from models.layout import EMBEDDING, LM_HEAD, Piece, part, pieces
 from runtime.errors import CheckpointError, UnsupportedModelError
 
 SINGLE = "model.safetensors"
@@ -39,9 +39,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored tensor: the file that holds it, its name there, its shape and its type in safetensors' spelling."""
+    """A stored tensor: its open file, its name there, its shape and its type in safetensors' spelling."""
 
     file: Path
+    handle: Any
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -59,34 +60,37 @@ class WeightFiles:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handles: dict[Path, Any] = {}
-        self.unused: list[str] = []
         self.entries: dict[str, Entry] = {}
+        self._unlisted: list[str] = []
         if (path / INDEX).is_file():
             if (path / SINGLE).exists():
                 log.warning("%s: %s is ignored: the index %s names the files to read", path, SINGLE, INDEX)
             self._read_index()
         elif (path / SINGLE).exists():
-            self.entries = self._open(path / SINGLE)
+            self.entries = _open(path / SINGLE)
         else:
             other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern))
             found = f"; {other[0]} is of a format that is never opened, convert it to safetensors" if other else ""
             raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}{found}")
 
-    @property
-    def dtype(self) -> str:
-        """The run's dtype that keeps most of what is stored: that of the largest share of the bytes."""
+    def settle(self, config: ModelConfig) -> tuple[ModelConfig, list[str]]:
+        """Hold the files against the config.
+
+        Returns:
+            The config with what the files alone can tell (dtype, tied or not), and a sentence for each surprise.
+
+        Raises:
+            CheckpointError: a tensor is missing or has another shape; the message names it.
+            UnsupportedModelError: a tensor's type is not one that is run.
+        """
         sizes: Counter[str] = Counter()
         for entry in self.entries.values():
             if entry.dtype in DTYPES:
-                sizes[DTYPES[entry.dtype]] += torch.Size(entry.shape).numel()
-        return sizes.most_common(1)[0][0] if sizes else "bfloat16"
-
-    def settle(self, config: ModelConfig) -> tuple[ModelConfig, list[str]]:
-        """The config with what the files alone can tell (dtype, tied or not), and a sentence for each surprise."""
+                sizes[DTYPES[entry.dtype]] += math.prod(entry.shape)
+        dtype = max(sizes, key=sizes.__getitem__, default="bfloat16")
         notes = []
-        if self.dtype != config.dtype:
-            notes.append(f"the config says {config.dtype} and the weights are {self.dtype}, which is kept")
+        if dtype != config.dtype:
+            notes.append(f"the config says {config.dtype} and the weights are {dtype}, which is kept")
         tied = config.tied
         if tied and EMBEDDING in self.entries and LM_HEAD in self.entries:
             tied = torch.equal(self.tensor(EMBEDDING), self.tensor(LM_HEAD))
@@ -95,21 +99,51 @@ class WeightFiles:
         elif tied and LM_HEAD in self.entries:
             self.entries[EMBEDDING] = self.entries.pop(LM_HEAD)
             notes.append(f"{EMBEDDING} is not stored and tied: {LM_HEAD} is used for both")
-        return replace(config, dtype=self.dtype, tied=tied), notes
+        settled = replace(config, dtype=dtype, tied=tied)
+        table = pieces(settled)
+        self._check(table)
+        used = {piece.source for piece in table} | ({LM_HEAD} if tied else set())
+        stray = [name for name in self.entries if name not in used and not name.endswith("rotary_emb.inv_freq")]
+        notes += [f"tensor {name} is not part of the model and is left out" for name in self._unlisted + stray]
+        return settled, notes
 
-    def check(self, table: list[Piece], tied: bool) -> list[str]:
-        """Compare the files with what the decoder is made of.
+    def tensor(self, name: str) -> Tensor:
+        """A stored tensor, mapped from its file."""
+        entry = self.entries[name]
+        try:
+            return entry.handle.get_tensor(entry.name)  # type: ignore[no-any-return]
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"{entry.file}: {name} cannot be read: {error}") from error
 
-        Returns:
-            Names of stored tensors that nothing uses.
+    def copy_into(self, targets: dict[str, Tensor], table: list[Piece], advance: Callable[[int], None]) -> None:
+        """Fill the targets; types are converted on the way. `advance` is told the bytes filled, from several threads."""
+        device = next(iter(targets.values())).device
+        thread = threading.local()
 
-        Raises:
-            CheckpointError: a tensor is missing or has another shape; the message names it.
-            UnsupportedModelError: a tensor's type is not one that is run.
-        """
+        def start() -> None:
+            thread.staging = _Staging(device)
+
+        def fill(piece: Piece) -> None:
+            target, source = part(targets, piece), self.tensor(piece.source)
+            if device.type == "cuda":
+                thread.staging.copy(source, target)
+            else:
+                target.copy_(source)
+            advance(target.nbytes)
+
+        if device.type == "cuda":
+            with ThreadPoolExecutor(THREADS, "weights", start) as pool:
+                list(pool.map(fill, table))
+        else:
+            for piece in table:
+                fill(piece)
+
+    def _check(self, table: list[Piece]) -> None:
+        """Every piece must be there, in the shape that the config asks for and a type that is read."""
         missing = [piece.source for piece in table if piece.source not in self.entries]
         if missing:
-            raise CheckpointError(f"{self.path}: {_some(missing)} missing from the weight files")
+            more = f" and {len(missing) - 3} more are" if len(missing) > 3 else " is" if len(missing) == 1 else " are"
+            raise CheckpointError(f"{self.path}: {', '.join(missing[:3])}{more} missing from the weight files")
         for piece in table:
             entry = self.entries[piece.source]
             if entry.shape != piece.shape:
@@ -119,75 +153,37 @@ class WeightFiles:
             if entry.dtype not in DTYPES:
                 allowed = ", ".join(DTYPES)
                 raise UnsupportedModelError(f"{entry.file}: {piece.source} is stored as {entry.dtype}; Quartet reads {allowed}")
-        used = {piece.source for piece in table} | ({LM_HEAD} if tied else set())
-        stray = [name for name in self.entries if name not in used and not name.endswith("rotary_emb.inv_freq")]
-        return self.unused + stray
-
-    def tensor(self, name: str) -> Tensor:
-        """A stored tensor, mapped from its file."""
-        entry = self.entries[name]
-        try:
-            return self._handles[entry.file].get_tensor(entry.name)  # type: ignore[no-any-return]
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{entry.file}: {name} cannot be read: {error}") from error
-
-    def copy_into(self, targets: dict[str, Tensor], table: list[Piece], advance: Callable[[int], None]) -> None:
-        """Fill the targets; types are converted on the way. `advance` is told the bytes filled, from several threads."""
-        device = next(iter(targets.values())).device
-        if device.type != "cuda":
-            for piece in table:
-                target = part(targets, piece)
-                target.copy_(self.tensor(piece.source))
-                advance(target.nbytes)
-            return
-        thread = threading.local()
-
-        def start() -> None:
-            thread.staging = _Staging(device)
-
-        def fill(piece: Piece) -> None:
-            target = part(targets, piece)
-            thread.staging.copy(self.tensor(piece.source), target)
-            advance(target.nbytes)
-
-        with ThreadPoolExecutor(THREADS, "weights", start) as pool:
-            list(pool.map(fill, table))
 
     def _read_index(self) -> None:
-        weight_map = Fields.read(self.path / INDEX).table("weight_map")
+        weight_map = Fields.read(self.path / INDEX).get("weight_map", dict, {})
         files: dict[str, dict[str, Entry]] = {}
         for name, file in weight_map.items():
+            where = f"{self.path / INDEX}: the entry of {name} is {file!r}"
+            if not isinstance(file, str) or not file.endswith(".safetensors"):
+                raise CheckpointError(f"{where}; it must name a .safetensors file")
+            # As written it must lie in the folder; a link there may lead out, as in the hub's cache.
+            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file or ":" in file:
+                raise CheckpointError(f"{where}, which leaves the model folder")
             if file not in files:
-                files[file] = self._open(self._inside(file, name))
+                files[file] = _open(self.path / file)
             if name not in files[file]:
                 raise CheckpointError(f"{self.path / INDEX} puts {name} into {file}, which does not hold it")
             self.entries[name] = files[file][name]
-        self.unused = [name for held in files.values() for name in held if name not in weight_map]
+        self._unlisted = [name for held in files.values() for name in held if name not in weight_map]
 
-    def _inside(self, file: Any, name: str) -> Path:
-        """The path of an index entry, which as written must lie in the folder. A link may lead out, as the hub's cache does."""
-        if not isinstance(file, str) or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{self.path / INDEX}: the entry of {name} is {file!r}; it must name a .safetensors file")
-        pure = PurePosixPath(file)
-        if pure.is_absolute() or ".." in pure.parts or "\\" in file or ":" in file:
-            raise CheckpointError(f"{self.path / INDEX}: the entry of {name} is {file!r}, which leaves the model folder")
-        return self.path / pure
 
-    def _open(self, file: Path) -> dict[str, Entry]:
-        try:
-            if not stat.S_ISREG(file.stat().st_mode):
-                raise CheckpointError(f"{file} is not a regular file")
-            handle: Any = safe_open(file, framework="pt", device="cpu")
-            found = {}
-            for name in list(handle.keys()):
-                view = handle.get_slice(name)
-                found[name] = Entry(file, name, tuple(view.get_shape()), view.get_dtype())
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{file} is missing, and {INDEX} names it") from error
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{file} is damaged or no safetensors file: {error}") from error
-        self._handles[file] = handle
-        return found
+def _open(file: Path) -> dict[str, Entry]:
+    """The tensors of one file, by name."""
+    if not file.exists():
+        raise CheckpointError(f"{file} is missing, and {INDEX} names it")
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a regular file")
+    try:
+        handle: Any = safe_open(file, framework="pt", device="cpu")
+        views = {name: handle.get_slice(name) for name in list(handle.keys())}
+        return {name: Entry(file, handle, name, tuple(v.get_shape()), v.get_dtype()) for name, v in views.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged or no safetensors file: {error}") from error
 
 
 class _Staging:
@@ -212,9 +208,3 @@ class _Staging:
             with torch.cuda.stream(self._stream):
                 into.copy_(staged.view(some.dtype).view(some.shape), non_blocking=True)
             self._stream.synchronize()
-
-
-def _some(names: list[str]) -> str:
-    """Up to three names and how many more."""
-    more = f" and {len(names) - 3} more are" if len(names) > 3 else " is" if len(names) == 1 else " are"
-    return ", ".join(names[:3]) + more

@@ -97,40 +97,35 @@ class Terminal:
     """One loaded model that answers on stdout."""
 
     def __init__(self, loaded: Loaded, args: argparse.Namespace) -> None:
-        self._engine = loaded.engine
-        self._source = loaded.source
-        self._tokenizer = loaded.tokenizer
-        self._raw: bool = args.raw
-        self._system: str | None = args.system
-        self._max_tokens: int | None = args.max_tokens
+        self._loaded, self._raw, self._max_tokens = loaded, args.raw, args.max_tokens
         self._end_ids = () if args.ignore_eos else loaded.source.end_ids
         self._params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+        self._opening = [] if args.system is None else [{"role": "system", "content": args.system}]
         self._count = 0
 
     def text(self, prompt: str) -> None:
         """Answer one text, through the chat template where there is one."""
-        assert self._tokenizer is not None
-        if self._raw or not self._tokenizer.has_chat_template:
-            self.ids(self._tokenizer.encode(prompt))
-        else:
-            self.ids(self._tokenizer.encode_chat([*self._opening(), {"role": "user", "content": prompt}]))
+        tokenizer = self._loaded.tokenizer
+        assert tokenizer is not None
+        chat = tokenizer.has_chat_template and not self._raw
+        self.ids(tokenizer.encode_chat([*self._opening, _said("user", prompt)]) if chat else tokenizer.encode(prompt))
 
     def chat(self) -> None:
         """Talk until Ctrl-D; Ctrl-C stops an answer."""
-        if self._tokenizer is None or not self._tokenizer.has_chat_template:
-            raise RequestError(f"{self._source.name} has no chat template to talk by; give --prompt or --prompt-ids")
+        tokenizer = self._loaded.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise RequestError(f"{self._loaded.source.name} has no chat template to talk by; give --prompt or --prompt-ids")
         with suppress(ImportError):  # not built everywhere
             importlib.import_module("readline")  # gives `input` its line editing
-        messages = self._opening()
+        messages = self._opening.copy()
         while (line := _ask()) is not None:
-            messages.append({"role": "user", "content": line})
+            messages.append(_said("user", line))
             try:
                 with _stoppable() as stopped:
-                    answer = self.ids(self._tokenizer.encode_chat(messages), stopped)
-                messages.append({"role": "assistant", "content": answer})
+                    messages.append(_said("assistant", self.ids(tokenizer.encode_chat(messages), stopped)))
             except ContextLengthError as error:
                 print(f"error: {error}\nA new conversation begins.", file=sys.stderr)
-                messages = self._opening()
+                messages = self._opening.copy()
             except RequestError as error:
                 print(f"error: {error}", file=sys.stderr)
                 messages.pop()
@@ -143,7 +138,7 @@ class Terminal:
         """
         self._count += 1
         request = Request(str(self._count), tuple(prompt_ids), self._params, self._max_tokens, end_ids=self._end_ids)
-        stream = self._tokenizer.stream(prompt_ids) if self._tokenizer else None
+        stream = self._loaded.tokenizer.stream(prompt_ids) if self._loaded.tokenizer else None
         text, times = "", []
         start = time.perf_counter()
         for token in self._tokens(request, stopped):
@@ -152,41 +147,42 @@ class Terminal:
                 text += _show(stream.push([token]) if stream else f"{token} ")
         text += _show(stream.flush() if stream else "")
         print(flush=True)
-        print(_figures(len(prompt_ids), start, times), file=sys.stderr)
+        figures = f"[{len(prompt_ids)} prompt tokens, {len(times)} output tokens"
+        if times:
+            figures += f", first token {(times[0] - start) * 1e3:.1f} ms"
+        if len(times) > 1:
+            figures += f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tok/s"
+        print(f"{figures}]", file=sys.stderr)
         return text
 
     def _tokens(self, request: Request, stopped: Callable[[], bool]) -> Iterator[int]:
-        self._engine.submit(request)
-        while self._engine.has_work:
-            for event in self._engine.step():
+        engine = self._loaded.engine
+        engine.submit(request)
+        while engine.has_work:
+            for event in engine.step():
                 if event.finish == "error":
                     raise RequestError(event.message or "the request failed")
                 if event.token is not None:
                     yield event.token
             if stopped():
-                self._engine.cancel(request.id)
-
-    def _opening(self) -> list[dict[str, str]]:
-        return [] if self._system is None else [{"role": "system", "content": self._system}]
+                engine.cancel(request.id)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse, load, answer."""
     args = parser().parse_args(argv)
-    typed = args.prompt
-    if args.prompt_ids is None and args.model.startswith(PREFIX):
+    typed, ids, needed = args.prompt, args.prompt_ids, None
+    if ids is None and args.model.startswith(PREFIX):
         raise RequestError(f"{args.model} has no tokenizer; give --prompt-ids 1,2,3 in place of a text")
-    if typed is None and args.prompt_ids is None and not sys.stdin.isatty():
+    if ids is not None and args.max_tokens is not None:
+        needed = len(ids) + args.max_tokens
+    if ids is None and typed is None and not sys.stdin.isatty():
         typed = sys.stdin.read().removesuffix("\n")
-    needed = None
-    if args.prompt_ids is not None and args.max_tokens is not None:
-        needed = len(args.prompt_ids) + args.max_tokens
     loaded = load_engine(args.model, engine_config(args), args.revision, needed_len=needed)
-    for note in loaded.notes:
-        print(note, file=sys.stderr)
+    print(*loaded.notes, sep="\n", file=sys.stderr)
     terminal = Terminal(loaded, args)
-    if args.prompt_ids is not None:
-        terminal.ids(args.prompt_ids)
+    if ids is not None:
+        terminal.ids(ids)
     elif typed is not None:
         terminal.text(typed)
     else:
@@ -204,6 +200,10 @@ def _ids(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids like 1,2,3") from error
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def _ask() -> str | None:
@@ -242,16 +242,6 @@ def _show(text: str) -> str:
     if text:
         print(text, end="", flush=True)
     return text
-
-
-def _figures(prompt_tokens: int, start: float, times: Sequence[float]) -> str:
-    """The line after an answer. The rate is that of decoding: the first token is the prompt's."""
-    line = f"[{prompt_tokens} prompt tokens, {len(times)} output tokens"
-    if times:
-        line += f", first token {(times[0] - start) * 1e3:.1f} ms"
-    if len(times) > 1:
-        line += f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tok/s"
-    return line + "]"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from models import find_model, hub, load_engine
+from models import find_model, load_engine
 from models.source import end_ids
 from runtime.config import EngineConfig
 from runtime.errors import CheckpointError, ConfigError, OutOfMemoryError, RequestError
@@ -87,7 +87,7 @@ def test_end_ids_of_a_wrong_type_are_refused(tmp_path, value):
 
 @pytest.mark.parametrize("name", ["", "./nothing", "/nothing/here", "~/nothing-here", "a/b/c"])
 def test_a_name_that_can_only_be_a_folder_asks_no_network(name, monkeypatch):
-    monkeypatch.setattr(hub, "fetch", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr("models.source._fetch", lambda *_: pytest.fail("asked the hub"))
     with pytest.raises(CheckpointError, match="is no folder"):
         find_model(name)
 
@@ -115,7 +115,7 @@ def test_a_hub_id_is_fetched_with_its_revision_and_only_what_is_needed(tmp_path,
         asked.append((repository, revision, tuple(allow_patterns)))
         return str(tiny(tmp_path))
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr("models.source.snapshot_download", snapshot)
     source = find_model("owner/name", "v1")
     assert (source.label, source.path) == ("owner/name", tmp_path)
     find_model("owner/name", weights=False)
@@ -138,7 +138,7 @@ def test_a_hub_that_fails_is_one_sentence_with_the_remedy(monkeypatch, error, wo
     def snapshot(*_, **__):
         raise error
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr("models.source.snapshot_download", snapshot)
     with pytest.raises(CheckpointError) as caught:
         find_model("owner/name")
     assert words in str(caught.value)

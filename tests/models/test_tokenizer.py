@@ -5,18 +5,18 @@ from transformers import AutoTokenizer
 
 from models import Tokenizer
 from runtime.errors import CheckpointError, RequestError
-from tests.checkpoints import CHATML, END, tok_b, tok_s
+from tests.checkpoints import CHATML, tok_b, tok_s
 
 PEPPER, FACE, CJK, ACUTE = "\U0001f336", "\U0001fae0", "\u9f9c", "\u00e9"
 BOS_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 def byte_level(path, **options):
-    return Tokenizer(tok_b(path, **options), (END,))
+    return Tokenizer(tok_b(path, **options))
 
 
 def sentence_pieces(path, **options):
-    return Tokenizer(tok_s(path, **options), (2,))
+    return Tokenizer(tok_s(path, **options))
 
 
 def stream(tokenizer, prompt, ids, size=1):
@@ -234,7 +234,7 @@ def test_options_reach_the_template(tmp_path):
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no tokenizer: one of tokenizer\.json"):
-        Tokenizer(tmp_path, ())
+        Tokenizer(tmp_path)
 
 
 def test_the_vocabulary_counts_added_tokens(tmp_path):
