@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -105,6 +106,7 @@ def run(args: argparse.Namespace) -> None:
         wanted = settings(args, loaded.source.label)
         service = Service(loaded, wanted)
         app = create_app(service, wanted)
+        gc.collect()  # the worker freezes what is left: a pause here is one that no token meets
         listen(sock)
         announce(loaded, wanted, sock)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

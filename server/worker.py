@@ -122,7 +122,6 @@ class Worker:
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
             log.info("ready: %s", self._engine.prepare(self._every_mode))
-            gc.collect()
             gc.freeze()  # what was made so far stays: collections need not walk it between two tokens
             self._tell(Report())
             while self._take_messages():

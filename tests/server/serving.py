@@ -248,6 +248,7 @@ def server_process(model: Path | str, *flags: str, prelude: str | None = None) -
         assert port, "".join(output)
         process = Process(int(port.group(1)), popen, output)
         with process.http:
+            until(lambda: process.http.get("/health").status_code == 200)
             yield process
     finally:
         if popen.poll() is None:

@@ -19,6 +19,8 @@ from tests.server.serving import CHAT, TEXT, read_until, server_process, start_s
 from tests.server.test_gone import ENDLESS
 
 GRACE = 1.0
+EXIT = 8.0
+"""Seconds a busy machine may take to end an interpreter that holds torch; what must not be waited for is longer."""
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +146,7 @@ class TestSignals:
                 assert b'"error":{' in end
                 assert end.count(b"[DONE]") == 1
             assert server.popen.wait(10) == 0
-            assert time.monotonic() - start < GRACE + 2
+            assert time.monotonic() - start < GRACE + EXIT
             assert children == []
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", server.port))
@@ -154,7 +156,7 @@ class TestSignals:
             server.http.get("/health")  # its connection stays open
             start = time.monotonic()
             assert server.stop() == 0
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < EXIT
         assert "draining" in server.output[-1]
 
     def test_a_second_one_does_not_wait(self, alphabet_model):
@@ -176,7 +178,7 @@ class TestSignals:
             assert server.http.get("/health").status_code == 200
             start = time.monotonic()
             assert server.stop() == 0
-            assert time.monotonic() - start < 3
+            assert time.monotonic() - start < EXIT
             assert read_until(stuck, lambda data: b"}}" in data).startswith(b"HTTP/1.1 503")
 
 
