@@ -82,7 +82,7 @@ def run(options: CheckOptions) -> int:
 
     tensors: dict[str, Tensor] = {}
     for ops, graph in modes:
-        step, chunk = loaded.engine.step_of(ops), loaded.config.prefill_chunk
+        step, chunk = loaded.engine.modes.step_of(ops), loaded.config.prefill_chunk
         played = forced_logits(step, graph == "on", ids, prefill, chunk, options.rows)
         name = f"logits.{ops}.{graph}"
         tensors |= dict(zip((name, f"{name}.last"), played, strict=False))

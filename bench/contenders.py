@@ -36,7 +36,7 @@ class EngineRun:
 
     def prepare(self, shape: Shape, seed: int) -> None:
         engine = self.engine
-        engine.switch(self.ops, self.graph == "on")
+        engine.modes.switch(self.ops, self.graph == "on")
         for cached in (engine.cache.k, engine.cache.v):
             cached[..., : shape.depth, :].normal_()
         ids = _random_ids(engine.model.vocab_size, shape.batch, shape.depth + shape.prompt_len, seed).tolist()

@@ -1,30 +1,25 @@
 """Owns the loop: admit, prefill, decode, sample, commit, emit. Speaks token ids, never text; one thread calls it.
 
-Does not own the model (handed in), the slots' bookkeeping (scheduler), device state and the step (decode_step) or the draw
-(sampling).
+Does not own the model (handed in), the slots' bookkeeping (scheduler), how a step is played (modes) or the draw (sampling).
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from runtime.config import EngineConfig
-from runtime.decode_graph import DecodeGraphs
-from runtime.decode_step import DecodeStep, Model, pack
-from runtime.device import used_bytes
-from runtime.errors import ConfigError, ContextLengthError, DeviceError, RequestError
+from runtime.decode_step import Model, pack
+from runtime.errors import ContextLengthError, DeviceError, RequestError
 from runtime.kv_cache import KVCache
-from runtime.ops import OPS_SETS, STATE_WIDTH, Rows, SlotState, load_ops
+from runtime.modes import Modes, Prepared
+from runtime.ops import STATE_WIDTH, Rows, SlotState
 from runtime.pinned import Landing, PinnedRing
 from runtime.request import Request, TokenEvent
-from runtime.sampling import VARIANTS, Sampler, variant
+from runtime.sampling import Sampler, variant
 from runtime.scheduler import Running, Scheduler
-
-log = logging.getLogger(__name__)
 
 NOT_FINITE_MESSAGE = "the model's logits are not finite; a float16 run of a bfloat16 checkpoint overflows: use --dtype bfloat16"
 
@@ -35,50 +30,6 @@ class _Flight:
 
     rows: list[Running]
     landing: Landing
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Seconds that `Engine.prepare` took."""
-
-    compile_seconds: float
-    capture_seconds: float
-
-    def __str__(self) -> str:
-        return f"kernels compiled or loaded in {self.compile_seconds:.1f} s, graphs captured in {self.capture_seconds:.1f} s"
-
-
-@dataclass(frozen=True)
-class Mode:
-    """A way to play decode steps, whether this engine can, and why not."""
-
-    ops: str
-    graph: str
-    available: bool
-    reason: str | None
-
-
-@dataclass(frozen=True)
-class Playing:
-    """How steps are played now and what that takes.
-
-    Attributes:
-        graph: "on" or "off"; pdl: "on" or "off", whether the ops set chains its kernels by programmatic dependent launch.
-        kernels_per_layer: different kernels that play a layer; None where cuBLAS chooses them by shape.
-        launches_per_layer, launches_per_step: kernel launches on CUDA; a step's with the plain draw.
-        host_launches_per_step: what the host launches for them: one graph, or each kernel.
-        memory_used_bytes: see `runtime.device.used_bytes`.
-    """
-
-    ops: str
-    graph: str
-    pdl: str
-    kernels_per_layer: int | None
-    launches_per_layer: int
-    launches_per_step: int
-    host_launches_per_step: int
-    memory_used_bytes: int
-    modes: tuple[Mode, ...]
 
 
 class Engine:
@@ -102,14 +53,10 @@ class Engine:
             model.num_layers, config.max_slots, model.num_kv_heads, self.max_len, model.head_dim, model.dtype, model.device
         )
         self.state = SlotState.allocate(config.max_slots, model.device)
-        self.ops_name: str = config.ops
-        self.graph = config.graph != "off"
         self._sampler = Sampler()
-        self._steps: dict[str, DecodeStep] = {}
-        self._graphs: dict[str, DecodeGraphs] = {}
-        self._warmed: set[str] = set()
         self._scheduler = Scheduler(config.max_slots, self.max_len)
         self._slot_of_row = torch.full((config.max_slots,), -1, dtype=torch.int32, device=model.device)
+        self.modes = Modes(model, self._sampler, self.cache, self.state, self._slot_of_row, config)
         self._rows: list[Running] = []  # what _slot_of_row says now
         self._uploads = PinnedRing(STATE_WIDTH, model.device)
         self._readback = PinnedRing(config.max_slots, model.device)
@@ -118,79 +65,15 @@ class Engine:
         self._run_ahead = 1 if model.device.type == "cuda" else 0
         self._cancelled: list[TokenEvent] = []
 
-    @property
-    def mode(self) -> tuple[str, bool]:
-        """How decode steps are played now: the ops set's name, and whether graphs are replayed."""
-        return self.ops_name, self.graph
-
-    def playing(self) -> Playing:
-        """The mode, and what it takes on this machine now. For the thread that calls `step`."""
-        step, words = self.step_of(self.ops_name), {True: "on", False: "off"}
-        refusals = [(ops, words[graph], self.refusal(ops, graph)) for ops in OPS_SETS for graph in (True, False)]
-        return Playing(
-            ops=self.ops_name,
-            graph=words[self.graph],
-            pdl=words[step.ops.pdl],
-            kernels_per_layer=step.ops.kernels_per_layer,
-            launches_per_layer=step.launches_per_layer,
-            launches_per_step=step.launches,
-            host_launches_per_step=1 if self.graph else step.launches,
-            memory_used_bytes=used_bytes(self.model.device),
-            modes=tuple(Mode(ops, graph, refusal is None, refusal) for ops, graph, refusal in refusals),
-        )
-
-    def refusal(self, ops: str, graph: bool) -> str | None:
-        """Why this engine cannot play a mode; None if it can."""
-        if self.model.device.type == "cuda" or (ops, graph) == ("unfused", False):
-            return None
-        return "fused kernels and graphs need a CUDA device; this engine runs on the CPU, with ops unfused and graph off"
-
     def prepare(self, every_mode: bool = False) -> Prepared:
-        """Compile every kernel of every ops set this device can run, and capture the mode's graphs; call once, before serving.
-
-        Args:
-            every_mode: capture the graphs of every ops set; else those of other modes are captured when first switched to.
-
-        Raises:
-            ConfigError: a capture failed and graphs were asked for; with graph "auto" the engine goes on eagerly and logs why.
-        """
+        """Compile every kernel and capture graphs, see `Modes.prepare`; call once, before the first request."""
         start = time.perf_counter()
         if self.model.device.type != "cuda":  # torch has nothing to compile
             return Prepared(0.0, 0.0)
         self._warm_prefill()
-        for name in OPS_SETS:
-            self._warm(name)
-        compiled = time.perf_counter()
-        try:
-            for name in OPS_SETS if every_mode else [self.ops_name] if self.graph else []:
-                self._capture(name)
-        except ConfigError as error:
-            if self.config.graph == "on":
-                raise ConfigError(f"graph on was asked for and {error}; use --graph off") from error
-            log.warning("graph off, decoding eagerly: %s", error)
-            self.graph = False
-            self._graphs.clear()
-        return Prepared(compiled - start, time.perf_counter() - compiled)
-
-    def switch(self, ops: str | None = None, graph: bool | None = None) -> float:
-        """Change the mode between two steps; streams go on over the same cache. None keeps what is.
-
-        Returns:
-            Seconds the streams stood still, for graphs captured at a mode's first use.
-
-        Raises:
-            ConfigError: this device cannot play that mode, or its capture failed; the mode stays as it was.
-        """
-        ops, graph = ops or self.ops_name, self.graph if graph is None else graph
-        refusal = self.refusal(ops, graph)
-        if refusal is not None:
-            raise ConfigError(refusal)
-        start = time.perf_counter()
-        if graph and ops not in self._graphs:
-            self._warm(ops)
-            self._capture(ops)
-        self.ops_name, self.graph = ops, graph
-        return time.perf_counter() - start
+        prefill_seconds = time.perf_counter() - start
+        prepared = self.modes.prepare(every_mode)
+        return replace(prepared, compile_seconds=prepared.compile_seconds + prefill_seconds)
 
     @property
     def num_running(self) -> int:
@@ -296,19 +179,8 @@ class Engine:
         if rows != self._rows:
             self._uploads.upload([r.slot for r in rows], self._slot_of_row)
             self._rows = rows
-        kind = variant([r.request.params for r in rows])
-        if self.graph:
-            tokens = self._graphs[self.ops_name].replay(len(rows), kind).tokens
-        else:
-            tokens, _ = self.step_of(self.ops_name)(self._slot_of_row[: len(rows)], kind)
+        tokens = self.modes.play(len(rows), variant([r.request.params for r in rows]))
         self._flights.append(_Flight(rows, self._readback.download(tokens)))
-
-    def step_of(self, ops: str) -> DecodeStep:
-        """The decode step of one ops set, over this engine's cache and state; its workspace is made once."""
-        if ops not in self._steps:
-            made = load_ops(ops, pdl=self.config.pdl == "on")
-            self._steps[ops] = DecodeStep(self.model, made, self._sampler, self.cache, self.state)
-        return self._steps[ops]
 
     @torch.inference_mode()
     def _warm_prefill(self) -> None:
@@ -316,27 +188,6 @@ class Engine:
         length = min(self.config.prefill_chunk, self.max_len - 1)
         ids = torch.zeros(length, dtype=torch.int64, device=self.model.device)
         self.model.logits(self.model.prefill(ids, 0, 0, self.cache)[-1:])
-
-    @torch.inference_mode()
-    def _warm(self, ops: str) -> None:
-        """Play every batch size on idle rows, once: kernels are compiled, workspaces made; no cache and no state is touched."""
-        if ops in self._warmed:
-            return
-        idle = torch.full_like(self._slot_of_row, -1)
-        for batch in range(1, len(idle) + 1):
-            for kind in VARIANTS:
-                self.step_of(ops)(idle[:batch], kind)
-        self._warmed.add(ops)
-
-    @torch.inference_mode()
-    def _capture(self, ops: str) -> None:
-        """Raises ConfigError if the device or a kernel refuses."""
-        graphs = DecodeGraphs(self.step_of(ops), self._slot_of_row)
-        try:
-            graphs.capture(range(1, self.config.max_slots + 1), VARIANTS)
-        except RuntimeError as error:
-            raise ConfigError(f"the capture of the {ops} graphs failed: {str(error).partition(chr(10))[0]}") from error
-        self._graphs[ops] = graphs
 
     def _commit(self, leave: int) -> list[TokenEvent]:
         """Read flights until `leave` are in the air. Tokens behind a request's end are dropped."""

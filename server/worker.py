@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from runtime.engine import Engine, Playing
+from runtime.engine import Engine
 from runtime.errors import ConfigError, QuartetError, RequestError
+from runtime.modes import Playing
 from runtime.request import Request, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -170,13 +171,13 @@ class Worker:
             self._waiting.append(request.id)
 
     def _switch(self, ops: str | None, graph: bool | None) -> None:
-        began, before, stall_ms, refusal = time.monotonic(), self._engine.mode, 0.0, None
+        began, before, stall_ms, refusal = time.monotonic(), self._engine.modes.mode, 0.0, None
         try:
-            stall_ms = 1e3 * self._engine.switch(ops, graph)
+            stall_ms = 1e3 * self._engine.modes.switch(ops, graph)
         except ConfigError as error:
             refusal = str(error)
-        playing = self._engine.playing()
-        if self._engine.mode != before:
+        playing = self._engine.modes.playing()
+        if self._engine.modes.mode != before:
             log.info("ops %s, graph %s from now on; streams stood still for %.3f ms", playing.ops, playing.graph, stall_ms)
         self._report([], began, Switched(playing, stall_ms, refusal))
 

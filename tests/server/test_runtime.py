@@ -50,15 +50,15 @@ def play_every_mode(engine):
     """Let a CPU engine play four modes; engine.played is the mode of each decode step, engine.pause its delay."""
     engine.played, engine.pause = [], 0.0
     played = engine.played
-    engine.refusal = lambda ops, graph: None
+    engine.modes.refusal = lambda ops, graph: None
     for ops in (TorchFused(), UnfusedOps()):
         step = DecodeStep(engine.model, ops, engine._sampler, engine.cache, engine.state)
-        engine._steps[ops.name], engine._graphs[ops.name] = step, Replayed(step, engine._slot_of_row, played)
+        engine.modes.steps[ops.name], engine.modes.graphs[ops.name] = step, Replayed(step, engine._slot_of_row, played)
     decode = engine._decode
 
     def write_down(rows):
         time.sleep(engine.pause)
-        played.append((engine.ops_name, "off"))
+        played.append((engine.modes.ops, "off"))
         decode(rows)
 
     engine._decode = write_down
@@ -195,7 +195,7 @@ class TestSwitching:
             def fail(ops, graph):
                 raise RuntimeError("/some/path")
 
-            server.engine.switch = fail
+            server.engine.modes.switch = fail
             response = server.http.post(RUNTIME, json={"ops": "fused"})
             assert (response.status_code, error_of(response)["code"]) == (503, "device_error")
             assert "/some/path" not in response.text
@@ -207,7 +207,7 @@ class Scripted:
 
     def __init__(self):
         self.told, self.has_work, self.num_running, self.num_waiting = [], False, 0, 0
-        self.mode = ("unfused", False)
+        self.mode, self.modes = ("unfused", False), self
 
     def prepare(self, every_mode):
         self.told.append(("prepare", every_mode))
