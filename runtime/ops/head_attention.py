@@ -84,8 +84,6 @@ def _head_attention_kernel(
     if HEAD_NORM:
         q_g = tl.load(q_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)
         q_g_other = tl.load(q_norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)
-        k_g = tl.load(k_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)
-        k_g_other = tl.load(k_norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     out_ptr += (row * K * GROUP + query) * D + d
     if slot < 0:
@@ -104,6 +102,8 @@ def _head_attention_kernel(
     k_other = tl.load(qkv_ptr + k_row + other, mask=own, other=0.0)
     v_now = tl.load(qkv_ptr + k_row + K * D + d, mask=own, other=0.0)
     if HEAD_NORM:
+        k_g = tl.load(k_norm_ptr + d, mask=own, other=0.0).to(tl.float32)
+        k_g_other = tl.load(k_norm_ptr + other, mask=own, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(q * q, 0) / D + eps)
         q, q_other = q * inverse * q_g, q_other * inverse * q_g_other
         inverse = tl.rsqrt(tl.sum(k_now * k_now, 0) / D + eps)
