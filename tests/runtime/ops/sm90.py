@@ -5,7 +5,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ BITS = re.compile(r"\.(?:v(\d)\.)?[bfsu](\d+)$")
 
 @dataclass(frozen=True)
 class Read:
-    """A load from global memory: the kernel's pointers its address was made of, bytes a thread, hint, and which side of the wait
-    it stands on."""
+    """A load from global memory: the pointers its address was made of, bytes a thread, its hint, its side of the wait."""
 
     pointers: frozenset[str]
     bytes: int
@@ -64,7 +63,7 @@ class Compiled:
         for line in self.code:
             operation, _, operands = line.replace("\t", " ").partition(" ")
             registers = re.findall(r"%\w+", operands)
-            if operation == "griddepcontrol.wait":
+            if operation.startswith("griddepcontrol.wait"):
                 waited = True
             elif operation.startswith("ld.param"):
                 name = self.parameters[int(match[1])] if (match := re.search(r"_param_(\d+)\]", operands)) else ""
@@ -107,7 +106,7 @@ def compile_launch(launch: Launch) -> Compiled:
     return _compiled(launch.kernel, tuple(signature.items()), tuple(constants.items()), tuple(multiples), options)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled(kernel: Any, signature: tuple, constants: tuple, multiples: tuple, options: tuple) -> Compiled:
     names = [name for name, _ in signature]
     source = ASTSource(
