@@ -3,6 +3,13 @@
 Every command's last line on stdout is one JSON object with the environment in it; with `-o json` it is all there is.
 """
 
+import os
+
+# Read when torch loads OpenMP: threads that wait at the end of an operation sleep. Spinning, as they do by default, costs a
+# decode step on a busy CPU ten times its length.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields

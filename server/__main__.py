@@ -1,10 +1,16 @@
 """The door `python -m server`: loads a model and serves it over HTTP. Owns the flags and the order of starting."""
 
+import os
+
+# Read when torch loads OpenMP: threads that wait at the end of an operation sleep. Spinning, as they do by default, costs a
+# decode step on a busy CPU ten times its length.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 import argparse
 import asyncio
 import gc
 import logging
-import os
 import socket
 from collections.abc import Mapping
 from typing import Any
