@@ -70,8 +70,8 @@ def _single_rule(kernel: Kernel, n: int, width: int) -> Tile:
     divisor = width & -width
     if divisor == width and width <= 4096:
         return Tile(rows, width, 4 if width >= 1024 else 1, 1)
-    if kernel == "proj_residual" and width > 4096:
-        return Tile(1, 256, 2, 1)
+    if kernel == "proj_residual":  # two rows of 512 spill under triton 3.6
+        return Tile(1, 256 if width > 4096 else min(_floor_power(width), 512), 2, 1)
     return Tile(rows, min(_floor_power(width), 512), 2, 1)
 
 
