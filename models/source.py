@@ -73,7 +73,11 @@ def find_model(name: str, revision: str | None = None, weights: bool = True) -> 
         UnsupportedModelError: a model that Quartet does not run.
         ConfigError: a revision of something that has none.
     """
-    folder = Path(name).expanduser()
+    try:
+        folder = Path(name).expanduser()
+        folder.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, no such user
+        raise CheckpointError(f"MODEL {name[:80]!r} cannot be a path: {error.__class__.__name__}; give another name") from None
     made = name.startswith(random_weights.PREFIX)
     if revision is not None and (made or name == "demo" or folder.exists()):
         raise ConfigError(f"--revision names a version on the Hugging Face hub and {name} is not from there; leave it out")

@@ -76,7 +76,11 @@ class Tokenizer:
         """Ids of a plain prompt, with the special tokens that Hugging Face adds. Special tokens in the text count as such.
 
         A text that already begins with the BOS token gets no second one.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
         """
+        _require_unicode(text, "prompt")
         ids: list[int] = self._hf.encode(text)
         bos = self._hf.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
@@ -88,12 +92,15 @@ class Tokenizer:
         `options` are further variables of the template.
 
         Raises:
-            RequestError: no template, or it refuses the messages; in its own words.
+            RequestError: no template, it refuses the messages (in its own words), or they are not valid Unicode.
         """
         if not self.has_chat_template:
             raise RequestError("the model has no chat template; use a plain prompt", "messages")
         said = json.dumps(list(messages), ensure_ascii=False, default=str)
-        mark = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in said)
+        _require_unicode(said, "messages")
+        mark = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in said), None)
+        if mark is None:
+            raise RequestError("the messages hold every private-use character from U+E000 to U+F8FF; leave one out", "messages")
         text = self._render(_shield(list(messages), self._special, mark), options)
         if mark not in text:
             return self._hf.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
@@ -190,6 +197,13 @@ class Detokenizer:
         elif self._told_text:
             del self._ids[self._told : end]  # without text they are no context either, and a row of them may be long
         return new
+
+
+def _require_unicode(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{param}: a lone surrogate is no character; send valid Unicode", param) from None
 
 
 def _shield(value: Any, special: re.Pattern[str], mark: str) -> Any:

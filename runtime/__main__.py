@@ -144,6 +144,7 @@ class Terminal:
         """
         self._count += 1
         request = Request(str(self._count), tuple(prompt_ids), self._params, self._max_tokens, end_ids=self._end_ids)
+        self._loaded.engine.check(request)
         stream = self._loaded.tokenizer.stream(prompt_ids) if self._loaded.tokenizer else None
         text, times = "", []
         start = time.perf_counter()
@@ -182,8 +183,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         raise RequestError(f"{args.model} has no tokenizer; give --prompt-ids 1,2,3 in place of a text")
     if ids is not None and args.max_tokens is not None:
         needed = len(ids) + args.max_tokens
-    if ids is None and typed is None and not sys.stdin.isatty():
-        typed = sys.stdin.read().removesuffix("\n")
+    if ids is None and typed is None and not (sys.stdin and sys.stdin.isatty()):
+        typed = sys.stdin.read().removesuffix("\n") if sys.stdin else ""
     loaded = load_engine(args.model, engine_config(args), args.revision, needed_len=needed)
     print(*loaded.notes, sep="\n", file=sys.stderr)
     terminal = Terminal(loaded, args)
