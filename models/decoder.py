@@ -89,13 +89,14 @@ class Decoder:
     def decode(self, slot_of_row: Tensor, state: SlotState, cache: KVCache, ops: Ops) -> tuple[Rows, Tensor]:
         """See Model. Five calls a layer."""
         eps = self.config.rms_norm_eps
-        x, rows = ops.embed(slot_of_row, state, self.embedding)  # [B, C]
-        for layer, kv in zip(self.layers, cache.layers(), strict=True):
+        next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        x, rows = ops.embed(slot_of_row, state, self.embedding, self.layers[0].input_layernorm)  # [B, C]
+        for layer, kv, next_norm in zip(self.layers, cache.layers(), next_norms, strict=True):
             q = ops.norm_qkv_rope(x, layer.input_layernorm, layer.qkv_proj, layer.attention, rows, kv.k, kv.v)
             a = ops.attention(q, layer.attention, rows, kv.k, kv.v)
-            x = ops.proj_residual(a, layer.o_proj, x)
+            x = ops.proj_residual(a, layer.o_proj, x, layer.post_attention_layernorm)
             h = ops.norm_gate_up(x, layer.post_attention_layernorm, layer.gate_up_proj, eps)
-            x = ops.proj_residual(h, layer.down_proj, x)
+            x = ops.proj_residual(h, layer.down_proj, x, next_norm)
         return rows, ops.norm_lm_head(x, self.norm, self.lm_head, eps)
 
     @staticmethod

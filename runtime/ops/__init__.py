@@ -129,9 +129,10 @@ class Ops(Protocol):
     launches_per_qk_norm: int
     launches_around: int
 
-    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor) -> tuple[Tensor, Rows]:
+    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor) -> tuple[Tensor, Rows]:
         """The step's first call: slot_of_row `[B]` int32 (-1: no slot), table `[V, C]` -> x `[B, C]`, the embedding of each
-        slot's last token, and the step's rows; a row whose slot is done is idle."""
+        slot's last token, and the step's rows; a row whose slot is done is idle. next_norm `[C]` is the weight of the norm
+        that x goes through next: an ops set may begin it here."""
 
     def norm_qkv_rope(
         self, x: Tensor, norm: Tensor, qkv: Linear, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor
@@ -142,8 +143,8 @@ class Ops(Protocol):
     def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """q `[B, H, D]` -> `[B, H*D]`. Idle rows give zeros. After it the caches hold normed, rotated K, and V."""
 
-    def proj_residual(self, a: Tensor, proj: Linear, x: Tensor) -> Tensor:
-        """a `[B, in]`, x `[B, C]` -> x + proj(a) `[B, C]`."""
+    def proj_residual(self, a: Tensor, proj: Linear, x: Tensor, next_norm: Tensor) -> Tensor:
+        """a `[B, in]`, x `[B, C]` -> x + proj(a) `[B, C]`; next_norm as in `embed`."""
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, gate_up: Linear, eps: float) -> Tensor:
         """x `[B, C]` -> silu(gate(norm x)) * up(norm x) `[B, F]`; gate's rows come first in `gate_up`."""

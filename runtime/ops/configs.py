@@ -18,7 +18,8 @@ class Tile:
         k_slice: power of two, at most the in features; 16 and up for batches.
         warps, stages: Triton's; stages above 1 pipeline the loads of the slices.
         splits: blocks that share a row's in features; proj_residual's batches only.
-        early: load the first weight tile before the wait, into registers; batches only (one row always does).
+        ahead: lines of 128 bytes of each row fetched to L2 before the wait, a power of two or 0; batches only (one row
+            loads its first tile then).
     """
 
     rows: int
@@ -26,7 +27,7 @@ class Tile:
     warps: int
     stages: int
     splits: int = 1
-    early: bool = True
+    ahead: int = 4
 
 
 SINGLE: dict[tuple[Kernel, int, int], Tile] = {
@@ -43,14 +44,17 @@ SINGLE: dict[tuple[Kernel, int, int], Tile] = {
 """Batch 1 on an H200, by kernel, out features (F for norm_gate_up) and in features; bfloat16 weights."""
 
 BATCH: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 32000, 4096): Tile(64, 64, 4, 6, early=False),
-    ("norm_linear", 128256, 4096): Tile(64, 64, 4, 6, early=False),
-    ("norm_gate_up", 11008, 4096): Tile(64, 64, 4, 4, early=False),
-    ("norm_gate_up", 14336, 4096): Tile(128, 64, 4, 4, early=False),
-    ("proj_residual", 4096, 4096): Tile(64, 256, 4, 3, splits=2),
-    ("proj_residual", 4096, 11008): Tile(64, 256, 4, 3, splits=2, early=False),
+    ("norm_linear", 12288, 4096): Tile(64, 64, 4, 6),
+    ("norm_linear", 6144, 4096): Tile(64, 128, 4, 8),
+    ("norm_linear", 32000, 4096): Tile(64, 64, 4, 6),
+    ("norm_linear", 128256, 4096): Tile(64, 64, 4, 6),
+    ("norm_gate_up", 11008, 4096): Tile(64, 128, 4, 5),
+    ("norm_gate_up", 14336, 4096): Tile(64, 256, 4, 3),
+    ("proj_residual", 4096, 4096): Tile(64, 128, 4, 4, splits=4),
+    ("proj_residual", 4096, 11008): Tile(64, 128, 4, 4, splits=4),
+    ("proj_residual", 4096, 14336): Tile(64, 256, 4, 5, splits=2),
 }
-"""Batches of 2 to 16 on an H200. 64 rows and up: with fewer, Triton has no wgmma for them."""
+"""Batches of 2 to 16 on an H200. 64 rows: with fewer, Triton has no wgmma for them."""
 
 FEW_BLOCKS = 192
 """Blocks below which a projection of a batch splits its in features: an H200 has 132 SMs."""
@@ -83,7 +87,7 @@ def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
         return Tile(16, min(32, max(16, _floor_power(width))), 4, 2)
     k_slice = min(128, divisor) if divisor >= 32 else min(32, max(16, _floor_power(width)))
     if kernel != "proj_residual":
-        return Tile(rows, k_slice, 8 if rows == 64 else 4, 4, early=False)
+        return Tile(rows, k_slice, 4, 5)
     splits = 1
     while splits < 4 and -(-n // rows) * splits < FEW_BLOCKS // 2 and _splits_fit(width // k_slice, splits * 2):
         splits *= 2

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.ops import STATE_WIDTH, Rows, SlotState
+from runtime.ops._gemv import TOKENS, Scaled
 from runtime.ops._triton import tl, triton
 
 BLOCK = 1024
@@ -22,9 +23,15 @@ def _embed_kernel(
     slots_ptr,
     positions_ptr,
     x_ptr,
+    norm_ptr,
+    scaled_ptr,
+    squares_ptr,
     width,
     STATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    BATCH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     row = tl.program_id(0)
     slot = tl.load(slot_of_row_ptr + row)
@@ -36,23 +43,47 @@ def _embed_kernel(
         tl.store(slots_ptr + row, tl.where(idle, -1, slot))
         tl.store(positions_ptr + row, position)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(x_ptr + row * width + c, tl.load(table_ptr + token * width + c, mask=c < width), mask=c < width)
+    x = tl.load(table_ptr + token * width + c, mask=c < width, other=0.0)
+    tl.store(x_ptr + row * width + c, x, mask=c < width)
+    if BATCH:
+        x = x.to(tl.float32)
+        g = tl.load(norm_ptr + c, mask=c < width, other=0.0).to(tl.float32)
+        tl.store(scaled_ptr + row * width + c, (x * g * SCALE).to(x_ptr.dtype.element_ty), mask=c < width)
+        tl.store(squares_ptr + tl.program_id(1) * TOKENS + row, tl.sum(x * x, 0))
 
 
-def embed(slot_of_row: Tensor, state: SlotState, table: Tensor, x: Tensor, rows: Rows) -> None:
+def embed(
+    slot_of_row: Tensor,
+    state: SlotState,
+    table: Tensor,
+    x: Tensor,
+    rows: Rows,
+    norm: Tensor | None = None,
+    scaled: Scaled | None = None,
+) -> None:
     """slot_of_row `[B]` int32, table `[V, C]` -> x `[B, C]`, rows.slots and rows.positions `[B]` int32; idle rows take id 0.
+    With `scaled`, made for `embed_blocks(C)` parts, x's next norm, of weight `norm [C]`, is begun there.
 
     Never launched with the PDL attribute, and neither is the launch after it: a full edge on both sides, so every later kernel
     of the step may read slots and positions before its wait.
     Bytes: one row of the table a row.
     """
     width = table.shape[1]
-    _embed_kernel[(len(slot_of_row), triton.cdiv(width, BLOCK))](
-        *(slot_of_row, state.token, state.position, state.done, table, rows.slots, rows.positions, x),
+    begun = (norm, scaled.x, scaled.squares) if scaled is not None else (table, x, x)
+    _embed_kernel[(len(slot_of_row), embed_blocks(width))](
+        *(slot_of_row, state.token, state.position, state.done, table, rows.slots, rows.positions, x, *begun),
         width,
         STATE_WIDTH=STATE_WIDTH,
         BLOCK=BLOCK,
+        BATCH=scaled is not None,
+        TOKENS=TOKENS,
+        SCALE=scaled.scale if scaled is not None else 1.0,
     )
+
+
+def embed_blocks(width: int) -> int:
+    """Blocks that share a row of `width` features."""
+    return -(-width // BLOCK)
 
 
 def embed_torch(slot_of_row: Tensor, state: SlotState, table: Tensor) -> tuple[Tensor, Rows]:

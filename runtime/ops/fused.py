@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from runtime.ops import Attention, Linear, Rows, SlotState
+from runtime.ops._gemv import TOKENS, Scaled
 from runtime.ops.configs import Kernel, Tile, tile_for
-from runtime.ops.embed import embed
+from runtime.ops.embed import embed, embed_blocks
 from runtime.ops.fused_attention import AttentionScratch, AttentionTile, fused_attention
 from runtime.ops.norm_gate_up import norm_gate_up
 from runtime.ops.norm_linear import norm_linear
 from runtime.ops.proj_residual import proj_residual
-
-TOKENS = 16
 
 
 class FusedOps:
@@ -52,12 +51,15 @@ class FusedOps:
         self.attention_tile = attention_tile
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._scratch: dict[tuple[object, ...], AttentionScratch] = {}
+        self._scaled: dict[tuple[object, ...], Scaled] = {}
+        self._in_norm: tuple[Tensor, Tensor, Scaled]
 
-    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor) -> tuple[Tensor, Rows]:
-        batch = len(slot_of_row)
-        x = self._buffer("embedded", (batch, table.shape[1]), table)
+    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor) -> tuple[Tensor, Rows]:
+        batch, width = len(slot_of_row), table.shape[1]
+        x = self._buffer("embedded", (batch, width), table)
         rows = Rows(*(self._buffer(name, (batch,), slot_of_row) for name in ("slots", "positions")))
-        embed(slot_of_row, state, table, x, rows)
+        scaled = self._begin_norm(x, next_norm, "embed", embed_blocks(width)) if batch > 1 else None
+        embed(slot_of_row, state, table, x, rows, next_norm, scaled)
         return x, rows
 
     def norm_qkv_rope(
@@ -66,8 +68,7 @@ class FusedOps:
         """Norm and projection -> `[B, (H+2K)*D]` float32; rotation and cache write are the attention launch's prologue."""
         out = self._buffer("qkv", (len(x), qkv.weight.shape[0]), x, torch.float32)
         after_embed = x is self._buffers.get(("embedded", x.shape, x.dtype))
-        tile = self._tile("norm_linear", x, qkv)
-        return norm_linear(x, norm, qkv, attention.eps, out, tile, self.pdl, self.interpreted, full_edge=after_embed)
+        return self._norm_linear(x, norm, qkv, attention.eps, out, full_edge=after_embed)
 
     def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         spec = attention
@@ -78,7 +79,7 @@ class FusedOps:
         assert isinstance(scratch, AttentionScratch)
         return fused_attention(q, spec, rows, k_cache, v_cache, out, scratch, tile, self.pdl, self.interpreted)
 
-    def proj_residual(self, a: Tensor, proj: Linear, x: Tensor) -> Tensor:
+    def proj_residual(self, a: Tensor, proj: Linear, x: Tensor, next_norm: Tensor) -> Tensor:
         first, second = (self._buffer(name, tuple(x.shape), x) for name in ("x", "other x"))
         tile = self._tile("proj_residual", a, proj)
         blocks = -(-proj.weight.shape[0] // tile.rows)
@@ -86,17 +87,39 @@ class FusedOps:
         partial = self._buffer("partial", (cells,), x, torch.float32)
         counter = self._buffer("counter", (blocks,), x, torch.int32)
         out = second if x is first else first
-        return proj_residual(a, proj, x, out, partial, counter, tile, self.pdl, self.interpreted)
+        scaled = self._begin_norm(out, next_norm, "proj_residual", blocks) if len(a) > 1 else None
+        return proj_residual(a, proj, x, next_norm, scaled, out, partial, counter, tile, self.pdl, self.interpreted)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, gate_up: Linear, eps: float) -> Tensor:
         n = gate_up.weight.shape[0] // 2
         out = self._buffer("gated", (len(x), n), x)
         tile = self._tile("norm_gate_up", x, gate_up)
-        return norm_gate_up(x, norm, gate_up, eps, out, tile, self.pdl, self.interpreted)
+        return norm_gate_up(x, norm, self._begun(x, norm), gate_up, eps, out, tile, self.pdl, self.interpreted)
 
     def norm_lm_head(self, x: Tensor, norm: Tensor, lm_head: Linear, eps: float) -> Tensor:
         out = self._buffer("logits", (len(x), lm_head.weight.shape[0]), x, torch.float32)
-        return norm_linear(x, norm, lm_head, eps, out, self._tile("norm_linear", x, lm_head), self.pdl, self.interpreted)
+        return self._norm_linear(x, norm, lm_head, eps, out)
+
+    def _norm_linear(self, x: Tensor, norm: Tensor, linear: Linear, eps: float, out: Tensor, full_edge: bool = False) -> Tensor:
+        tile = self._tile("norm_linear", x, linear)
+        return norm_linear(x, norm, self._begun(x, norm), linear, eps, out, tile, self.pdl, self.interpreted, full_edge)
+
+    def _begin_norm(self, x: Tensor, norm: Tensor, by: str, blocks: int) -> Scaled:
+        """Where the launch that makes x, in `blocks` blocks, begins the norm that comes next."""
+        key = (by, blocks, x.shape[1], x.dtype)
+        if key not in self._scaled:
+            self._scaled[key] = Scaled.make(x.shape[1], x.dtype, x.device, blocks)
+        self._in_norm = (x, norm, self._scaled[key])
+        return self._scaled[key]
+
+    def _begun(self, x: Tensor, norm: Tensor) -> Scaled | None:
+        """What the launch that made x left of this norm; None for one row, which norms by itself."""
+        if len(x) == 1:
+            return None
+        made, begun, scaled = self._in_norm
+        assert made is x
+        assert begun is norm
+        return scaled
 
     def reset(self) -> None:
         """Zero the counters after a failed step, which may have left some half way."""

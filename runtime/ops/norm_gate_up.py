@@ -4,14 +4,17 @@ from torch import Tensor
 
 from runtime.ops import Linear
 from runtime.ops._gemv import (
+    STAGGER,
     TOKENS,
+    Scaled,
     dot_dtype,
     inverse_rms,
     launch_options,
     let_next_start,
+    load_squares,
+    prefetch_rows,
     rest_dot,
     rest_squares,
-    token_slice,
     wait_for_previous,
 )
 from runtime.ops._triton import tl, triton
@@ -80,8 +83,8 @@ def _norm_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["batch", "n"])
 def _norm_gate_up_batch_kernel(
-    x_ptr,
-    norm_ptr,
+    scaled_ptr,
+    squares_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
@@ -89,69 +92,65 @@ def _norm_gate_up_batch_kernel(
     n,
     eps,
     IN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
-    RMS_FIRST: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    row = tl.minimum(tl.program_id(0) * ROWS, n - ROWS)
+    block = tl.program_id(0)
+    row = tl.minimum(block * ROWS, n - ROWS)
     r = tl.arange(0, ROWS)
     k = tl.arange(0, K_SLICE)
     b = tl.arange(0, TOKENS)
     live = b[:, None] < batch
     gate_ptr = weight_ptr + row.to(tl.int64) * IN
     up_ptr = weight_ptr + (n + row).to(tl.int64) * IN
-    tile = r[:, None] * IN + k[None, :]
-    if EARLY:
-        w_gate = tl.load(gate_ptr + tile)
-        w_up = tl.load(up_ptr + tile)
+    prefetch_rows(gate_ptr, r, 0, AHEAD, IN, PDL)
+    prefetch_rows(up_ptr, r, 0, AHEAD, IN, PDL)
     wait_for_previous(PDL)
-    factor = tl.full((TOKENS,), 1.0, tl.float32)
-    if RMS_FIRST:
-        factor = inverse_rms(x_ptr, b, batch, eps, IN, K_SLICE, TOKENS)
-    squares = tl.zeros((TOKENS, K_SLICE), tl.float32)
+    squares = load_squares(squares_ptr, tl.arange(0, TOKENS), PARTS)
     gate = tl.zeros((ROWS, TOKENS), tl.float32)
     up = tl.zeros((ROWS, TOKENS), tl.float32)
-    if EARLY:
-        x, xg = token_slice(x_ptr, norm_ptr, factor, b, k, live, True, IN)
-        squares += x * x
-        xg = tl.trans(xg.to(DOT_DTYPE))
-        gate = tl.dot(w_gate.to(DOT_DTYPE), xg, gate, input_precision="ieee")
-        up = tl.dot(w_up.to(DOT_DTYPE), xg, up, input_precision="ieee")
-    DONE: tl.constexpr = IN // K_SLICE * K_SLICE
-    for s in range(K_SLICE if EARLY else 0, DONE, K_SLICE):
-        w_gate = tl.load(gate_ptr + s + tile)
-        w_up = tl.load(up_ptr + s + tile)
-        x, xg = token_slice(x_ptr, norm_ptr, factor, b, s + k, live, True, IN)
-        squares += x * x
-        xg = tl.trans(xg.to(DOT_DTYPE))
-        gate = tl.dot(w_gate.to(DOT_DTYPE), xg, gate, input_precision="ieee")
-        up = tl.dot(w_up.to(DOT_DTYPE), xg, up, input_precision="ieee")
+    gate_ptr += r[:, None] * IN + k[None, :]
+    up_ptr += r[:, None] * IN + k[None, :]
+    scaled_ptr += b[:, None] * IN + k[None, :]
+    SLICES: tl.constexpr = IN // K_SLICE
+    for i in range(SLICES):
+        s = (i + block * STAGGER) % SLICES * K_SLICE
+        w_gate = tl.load(gate_ptr + s)
+        w_up = tl.load(up_ptr + s)
+        x = tl.trans(tl.load(scaled_ptr + s, mask=live, other=0.0).to(DOT_DTYPE))
+        gate = tl.dot(w_gate.to(DOT_DTYPE), x, gate, input_precision="ieee")
+        up = tl.dot(w_up.to(DOT_DTYPE), x, up, input_precision="ieee")
+    DONE: tl.constexpr = SLICES * K_SLICE
     if DONE < IN:
-        inside = DONE + k < IN
-        w_gate = tl.load(gate_ptr + DONE + tile, mask=inside[None, :], other=0.0)
-        w_up = tl.load(up_ptr + DONE + tile, mask=inside[None, :], other=0.0)
-        g = tl.load(norm_ptr + DONE + k, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + b[:, None] * IN + DONE + k[None, :], mask=live & inside[None, :], other=0.0).to(tl.float32)
-        squares += x * x
-        xg = tl.trans((x * g[None, :] * factor[:, None]).to(DOT_DTYPE))
-        gate = tl.dot(w_gate.to(DOT_DTYPE), xg, gate, input_precision="ieee")
-        up = tl.dot(w_up.to(DOT_DTYPE), xg, up, input_precision="ieee")
-    if not RMS_FIRST:
-        inverse = tl.rsqrt(tl.sum(squares, 1) / IN + eps)[None, :]
-        gate *= inverse
-        up *= inverse
-    out = _silu_mul(gate, up, bias_ptr, row, r, n, 1, HAS_BIAS).to(out_ptr.dtype.element_ty)
+        inside = DONE + k[None, :] < IN
+        w_gate = tl.load(gate_ptr + DONE, mask=inside, other=0.0)
+        w_up = tl.load(up_ptr + DONE, mask=inside, other=0.0)
+        x = tl.trans(tl.load(scaled_ptr + DONE, mask=live & inside, other=0.0).to(DOT_DTYPE))
+        gate = tl.dot(w_gate.to(DOT_DTYPE), x, gate, input_precision="ieee")
+        up = tl.dot(w_up.to(DOT_DTYPE), x, up, input_precision="ieee")
+    inverse = inverse_rms(squares, eps, IN, SCALE)[None, :]
+    out = _silu_mul(gate * inverse, up * inverse, bias_ptr, row, r, n, 1, HAS_BIAS).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + b[None, :] * n + row + r[:, None], out, mask=b[None, :] < batch)
 
 
 def norm_gate_up(
-    x: Tensor, norm: Tensor, gate_up: Linear, eps: float, out: Tensor, tile: Tile, pdl: bool, interpreted: bool = False
+    x: Tensor,
+    norm: Tensor,
+    scaled: Scaled | None,
+    gate_up: Linear,
+    eps: float,
+    out: Tensor,
+    tile: Tile,
+    pdl: bool,
+    interpreted: bool = False,
 ) -> Tensor:
     """x `[B, C]` -> out `[B, F]` = silu(gate(h)) * up(h), h = RMSNorm(x) * norm; gate's rows come first in `gate_up [2F, C]`.
     float32 sums, rounded once. All contiguous; B is 1 to 16.
@@ -168,8 +167,8 @@ def norm_gate_up(
         options = launch_options(tile.warps, 1, pdl)
         _norm_gate_up_kernel[grid](x, norm, gate_up.weight, bias, out, n, eps, STAGES=tile.stages, **shape, **options)
     else:
-        dot = dot_dtype(x.dtype, interpreted)
-        shape |= {"EARLY": tile.early, "TOKENS": TOKENS, "RMS_FIRST": dot == tl.float16, "DOT_DTYPE": dot}
+        assert scaled is not None
+        shape |= scaled.constants | {"AHEAD": tile.ahead, "TOKENS": TOKENS, "DOT_DTYPE": dot_dtype(x.dtype, interpreted)}
         options = launch_options(tile.warps, tile.stages, pdl)
-        _norm_gate_up_batch_kernel[grid](x, norm, gate_up.weight, bias, out, batch, n, eps, **shape, **options)
+        _norm_gate_up_batch_kernel[grid](scaled.x, scaled.squares, gate_up.weight, bias, out, batch, n, eps, **shape, **options)
     return out

@@ -9,14 +9,18 @@ from torch import Tensor
 
 from runtime.ops import Linear
 from runtime.ops._gemv import (
+    STAGGER,
     TOKENS,
+    Scaled,
     dot_dtype,
     inverse_rms,
     launch_options,
     let_next_start,
+    load_squares,
+    prefetch_rows,
     rest_dot,
     rest_squares,
-    token_slice,
+    tokens_dot,
     wait_for_previous,
 )
 from runtime.ops._triton import tl, triton
@@ -68,8 +72,8 @@ def _norm_linear_kernel(
 
 @triton.jit(do_not_specialize=["batch", "n"])
 def _norm_linear_batch_kernel(
-    x_ptr,
-    norm_ptr,
+    scaled_ptr,
+    squares_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
@@ -77,59 +81,37 @@ def _norm_linear_batch_kernel(
     n,
     eps,
     IN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
-    RMS_FIRST: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    row = tl.minimum(tl.program_id(0) * ROWS, n - ROWS)
+    block = tl.program_id(0)
+    row = tl.minimum(block * ROWS, n - ROWS)
     r = tl.arange(0, ROWS)
-    k = tl.arange(0, K_SLICE)
     b = tl.arange(0, TOKENS)
-    live = b[:, None] < batch
+    live = b < batch
     weight_ptr += row.to(tl.int64) * IN
-    tile = r[:, None] * IN + k[None, :]
-    if EARLY:
-        w = tl.load(weight_ptr + tile)
+    prefetch_rows(weight_ptr, r, 0, AHEAD, IN, PDL)
     wait_for_previous(PDL)
-    factor = tl.full((TOKENS,), 1.0, tl.float32)
-    if RMS_FIRST:
-        factor = inverse_rms(x_ptr, b, batch, eps, IN, K_SLICE, TOKENS)
-    squares = tl.zeros((TOKENS, K_SLICE), tl.float32)
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    if EARLY:
-        x, xg = token_slice(x_ptr, norm_ptr, factor, b, k, live, True, IN)
-        squares += x * x
-        acc = tl.dot(w.to(DOT_DTYPE), tl.trans(xg.to(DOT_DTYPE)), acc, input_precision="ieee")
-    DONE: tl.constexpr = IN // K_SLICE * K_SLICE
-    for s in range(K_SLICE if EARLY else 0, DONE, K_SLICE):
-        w = tl.load(weight_ptr + s + tile)
-        x, xg = token_slice(x_ptr, norm_ptr, factor, b, s + k, live, True, IN)
-        squares += x * x
-        acc = tl.dot(w.to(DOT_DTYPE), tl.trans(xg.to(DOT_DTYPE)), acc, input_precision="ieee")
-    if DONE < IN:
-        inside = DONE + k < IN
-        w = tl.load(weight_ptr + DONE + tile, mask=inside[None, :], other=0.0)
-        g = tl.load(norm_ptr + DONE + k, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + b[:, None] * IN + DONE + k[None, :], mask=live & inside[None, :], other=0.0).to(tl.float32)
-        squares += x * x
-        xg = x * g[None, :] * factor[:, None]
-        acc = tl.dot(w.to(DOT_DTYPE), tl.trans(xg.to(DOT_DTYPE)), acc, input_precision="ieee")
-    if not RMS_FIRST:
-        acc *= tl.rsqrt(tl.sum(squares, 1) / IN + eps)[None, :]
+    squares = load_squares(squares_ptr, b, PARTS)
+    acc = tokens_dot(scaled_ptr, weight_ptr, r, b, live, 0, IN // K_SLICE, block * STAGGER, IN, IN, K_SLICE, DOT_DTYPE)
+    acc *= inverse_rms(squares, eps, IN, SCALE)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + row + r).to(tl.float32)[:, None]
-    tl.store(out_ptr + b[None, :].to(tl.int64) * n + row + r[:, None], acc, mask=b[None, :] < batch)
+    tl.store(out_ptr + b[None, :].to(tl.int64) * n + row + r[:, None], acc, mask=live[None, :])
 
 
 def norm_linear(
     x: Tensor,
     norm: Tensor,
+    scaled: Scaled | None,
     linear: Linear,
     eps: float,
     out: Tensor,
@@ -140,9 +122,9 @@ def norm_linear(
 ) -> Tensor:
     """x `[B, C]` -> out `[B, N]` float32 = linear(RMSNorm(x) * norm), never rounded. All contiguous; B is 1 to 16.
 
-    The norm costs no pass: a block sums x² while it streams its rows and scales its sums at the end. B = 1 streams rows through
-    registers; above, weights are the M side of `tl.dot` and tokens the N side, so weights are read once for all rows. Both load
-    their first weight tile before they wait for the kernel before them.
+    The norm costs no pass. B = 1 streams rows through registers: a block sums x² while it streams its rows and scales its sums
+    at the end; its first weight tile is loaded before the wait. Above, weights are the M side of `tl.dot` and tokens the N
+    side, so weights are read once for all rows; x comes as `scaled`, multiplied with norm by the launch that made x.
     `full_edge` launches without the PDL attribute: the kernel starts when the one before has ended, and lets the next start.
     `interpreted` computes products in float32, for Triton's interpreter.
     Bytes: N * C weights, once; x (C a row, by every block) and out stay in L2. Torch twin: `F.rms_norm`, then `F.linear`.
@@ -156,8 +138,8 @@ def norm_linear(
         options = launch_options(tile.warps, 1, pdl and not full_edge)
         _norm_linear_kernel[grid](x, norm, linear.weight, bias, out, n, eps, STAGES=tile.stages, **shape, **options)
     else:
-        dot = dot_dtype(x.dtype, interpreted)
-        shape |= {"EARLY": tile.early, "TOKENS": TOKENS, "RMS_FIRST": dot == tl.float16, "DOT_DTYPE": dot}
+        assert scaled is not None
+        shape |= scaled.constants | {"AHEAD": tile.ahead, "TOKENS": TOKENS, "DOT_DTYPE": dot_dtype(x.dtype, interpreted)}
         options = launch_options(tile.warps, tile.stages, pdl and not full_edge)
-        _norm_linear_batch_kernel[grid](x, norm, linear.weight, bias, out, batch, n, eps, **shape, **options)
+        _norm_linear_batch_kernel[grid](scaled.x, scaled.squares, linear.weight, bias, out, batch, n, eps, **shape, **options)
     return out

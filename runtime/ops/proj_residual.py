@@ -3,10 +3,23 @@
 Does not own what it projects (attention, norm_gate_up).
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from runtime.ops import Linear
-from runtime.ops._gemv import TOKENS, dot_dtype, launch_options, let_next_start, rest_dot, token_slice, wait_for_previous
+from runtime.ops._gemv import (
+    STAGGER,
+    TOKENS,
+    Scaled,
+    dot_dtype,
+    launch_options,
+    let_next_start,
+    prefetch_rows,
+    rest_dot,
+    tokens_dot,
+    wait_for_previous,
+)
 from runtime.ops._triton import tl, triton
 from runtime.ops.configs import Tile
 
@@ -55,16 +68,20 @@ def _proj_residual_batch_kernel(
     bias_ptr,
     x_ptr,
     out_ptr,
+    norm_ptr,
+    scaled_ptr,
+    squares_ptr,
     partial_ptr,
     counter_ptr,
     batch,
     n,
     IN: tl.constexpr,
+    SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
     SPLITS: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
     TOKENS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -74,33 +91,17 @@ def _proj_residual_batch_kernel(
     split = tl.program_id(1)
     row = tl.minimum(block * ROWS, n - ROWS)
     r = tl.arange(0, ROWS)
-    k = tl.arange(0, K_SLICE)
     b = tl.arange(0, TOKENS)
-    live = b[:, None] < batch
+    live = b < batch
     weight_ptr += row.to(tl.int64) * IN
-    tile = r[:, None] * IN + k[None, :]
-    DONE: tl.constexpr = IN // K_SLICE * K_SLICE
-    SHARE: tl.constexpr = (IN // K_SLICE + SPLITS - 1) // SPLITS * K_SLICE
+    SLICES: tl.constexpr = IN // K_SLICE
+    SHARE: tl.constexpr = (SLICES + SPLITS - 1) // SPLITS
     start = split * SHARE
-    end = tl.minimum(start + SHARE, DONE)
-    if EARLY:
-        w = tl.load(weight_ptr + start + tile)
+    slices = tl.minimum(SLICES - start, SHARE)
+    prefetch_rows(weight_ptr, r, start * K_SLICE, AHEAD, IN, PDL)
     wait_for_previous(PDL)
-    one = tl.full((TOKENS,), 1.0, tl.float32)
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
-    if EARLY:
-        a, _ = token_slice(a_ptr, a_ptr, one, b, start + k, live, False, IN)
-        acc = tl.dot(w.to(DOT_DTYPE), tl.trans(a.to(DOT_DTYPE)), acc, input_precision="ieee")
-        start += K_SLICE
-    for s in range(start, end, K_SLICE):
-        w = tl.load(weight_ptr + s + tile)
-        a, _ = token_slice(a_ptr, a_ptr, one, b, s + k, live, False, IN)
-        acc = tl.dot(w.to(DOT_DTYPE), tl.trans(a.to(DOT_DTYPE)), acc, input_precision="ieee")
-    if DONE < IN:
-        inside = DONE + k < tl.where(split == SPLITS - 1, IN, 0)
-        w = tl.load(weight_ptr + DONE + tile, mask=inside[None, :], other=0.0)
-        a, _ = token_slice(a_ptr, a_ptr, one, b, DONE + k, live & inside[None, :], False, IN)
-        acc = tl.dot(w.to(DOT_DTYPE), tl.trans(a.to(DOT_DTYPE)), acc, input_precision="ieee")
+    end = tl.where(split == SPLITS - 1, IN, 0)
+    acc = tokens_dot(a_ptr, weight_ptr, r, b, live, start * K_SLICE, slices, block * STAGGER, end, IN, K_SLICE, DOT_DTYPE)
 
     last = True
     if SPLITS > 1:
@@ -118,15 +119,25 @@ def _proj_residual_batch_kernel(
     if last:
         if HAS_BIAS:
             acc += tl.load(bias_ptr + row + r).to(tl.float32)[:, None]
-        out = b[None, :] * n + row + r[:, None]
-        acc += tl.load(x_ptr + out, mask=b[None, :] < batch, other=0.0).to(tl.float32)
-        tl.store(out_ptr + out, acc.to(out_ptr.dtype.element_ty), mask=b[None, :] < batch)
+        at = b[None, :] * n + row + r[:, None]
+        acc += tl.load(x_ptr + at, mask=live[None, :], other=0.0).to(tl.float32)
+        x = acc.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, x, mask=live[None, :])
+        # The next norm begins here: x * norm, and this block's part of the sum of x² (rows it shares with the block before
+        # are counted there).
+        x = x.to(tl.float32)
+        g = tl.load(norm_ptr + row + r).to(tl.float32)[:, None]
+        tl.store(scaled_ptr + at, (x * g * SCALE).to(out_ptr.dtype.element_ty), mask=live[None, :])
+        own = (row + r >= block * ROWS)[:, None]
+        tl.store(squares_ptr + block * TOKENS + b, tl.sum(tl.where(own, x * x, 0.0), 0))
 
 
 def proj_residual(
     a: Tensor,
     proj: Linear,
     x: Tensor,
+    norm: Tensor,
+    scaled: Scaled | None,
     out: Tensor,
     partial: Tensor,
     counter: Tensor,
@@ -138,22 +149,29 @@ def proj_residual(
     last two blocks share are written twice. All contiguous; B is 1 to 16.
 
     B = 1 streams rows; above, `tl.dot` with the weights on the M side, and in features split over `tile.splits` blocks where
-    rows alone make too few blocks. Scratch, used where tile.splits > 1: partial float32 (blocks * splits * rows * 16), counter
-    int32 (blocks), zero between launches.
+    rows alone make too few blocks; the next norm, of weight `norm [C]`, is begun in `scaled`. Scratch, used where tile.splits
+    > 1: partial float32 (blocks * splits * rows * 16), counter int32 (blocks), zero between launches.
     Bytes: C * in weights, once; a, x, out and the partials stay in L2. Torch twin: `x + F.linear(a, ...)`.
     """
     batch, width = a.shape
     n = proj.weight.shape[0]
     bias = proj.bias if proj.bias is not None else proj.weight
-    shape = {"IN": width, "HAS_BIAS": proj.bias is not None, "ROWS": tile.rows, "K_SLICE": tile.k_slice, "PDL": pdl}
+    shape: dict[str, Any] = {
+        "IN": width,
+        "HAS_BIAS": proj.bias is not None,
+        "ROWS": tile.rows,
+        "K_SLICE": tile.k_slice,
+        "PDL": pdl,
+    }
     blocks = triton.cdiv(n, tile.rows)
     if batch == 1:
         options = launch_options(tile.warps, 1, pdl)
         _proj_residual_kernel[(blocks,)](a, proj.weight, bias, x, out, n, STAGES=tile.stages, **shape, **options)
     else:
-        shape |= {"EARLY": tile.early, "SPLITS": tile.splits, "TOKENS": TOKENS, "DOT_DTYPE": dot_dtype(a.dtype, interpreted)}
+        assert scaled is not None
+        shape |= {"SPLITS": tile.splits, "AHEAD": tile.ahead, "TOKENS": TOKENS}
+        shape |= {"SCALE": scaled.scale, "DOT_DTYPE": dot_dtype(a.dtype, interpreted)}
         options = launch_options(tile.warps, tile.stages, pdl)
-        _proj_residual_batch_kernel[(blocks, tile.splits)](
-            a, proj.weight, bias, x, out, partial, counter, batch, n, **shape, **options
-        )
+        tensors = (a, proj.weight, bias, x, out, norm, scaled.x, scaled.squares, partial, counter)
+        _proj_residual_batch_kernel[(blocks, tile.splits)](*tensors, batch, n, **shape, **options)
     return out

@@ -47,7 +47,7 @@ class UnfusedOps:
     def __init__(self) -> None:
         self._workspaces: dict[tuple[int, int, int, int], AttentionWorkspace] = {}
 
-    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor) -> tuple[Tensor, Rows]:
+    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor) -> tuple[Tensor, Rows]:
         if not table.is_cuda:
             return embed_torch(slot_of_row, state, table)
         x = torch.empty((len(slot_of_row), table.shape[1]), dtype=table.dtype, device=table.device)
@@ -82,7 +82,7 @@ class UnfusedOps:
             return attention_torch(q, attention, rows, k_cache, v_cache)
         return decode_attention(q, attention, rows, k_cache, v_cache, self._workspace(q, attention))
 
-    def proj_residual(self, a: Tensor, proj: Linear, x: Tensor) -> Tensor:
+    def proj_residual(self, a: Tensor, proj: Linear, x: Tensor, next_norm: Tensor) -> Tensor:
         """8 output projection, 9 add; and again as 14 down projection, 15 add."""
         return x + F.linear(a, proj.weight, proj.bias)
 

@@ -98,14 +98,15 @@ def test_one_rows_first_weights_are_asked_for_before_the_wait_in_wide_loads_that
 
 
 @over(batches=(16,), calls=GEMVS)
-def test_a_batch_multiplies_by_wgmma_and_asks_for_its_first_weights_before_the_wait_where_its_tile_says_so(model, batch, call):
+def test_a_batch_multiplies_by_wgmma_and_asks_for_its_first_weights_before_the_wait(model, batch, call):
     launch, compiled = fused(model, batch, call)
     assert "wgmma.mma_async" in compiled.ptx
     weights = [read for read in compiled.reads if "weight_ptr" in read.pointers]
     assert {read.bytes for read in weights} == {16}
-    asked = sum(read.bytes for read in weights if read.before_wait) * 32 * launch.options["num_warps"]
-    tile_bytes = launch.arguments["ROWS"] * launch.arguments["K_SLICE"] * 2 * (2 if call == "norm_gate_up" else 1)
-    assert asked == (tile_bytes if launch.arguments["EARLY"] else 0)
+    lines = launch.arguments["ROWS"] * launch.arguments["AHEAD"] * (2 if call == "norm_gate_up" else 1)
+    wait = compiled.first("griddepcontrol.wait")
+    assert sum("prefetch.global.L2" in line for line in compiled.code[:wait]) == max(1, lines // (32 * launch.options["num_warps"]))
+    assert not [line for line in compiled.code[wait:] if "prefetch.global" in line]
 
 
 @over(calls=("attention", "o_proj", "down_proj", "sample"))
