@@ -1,6 +1,7 @@
-"""Owns decode attention: one query a row over the keys its slot holds, split over blocks of keys, in one launch.
+"""Owns decode attention in one launch: one query a row over the keys its slot holds, split over blocks of keys. On the fused
+path it begins with the per-head norms, the rotation and the cache write; on the unfused path with nothing.
 
-Does not own prefill attention (models.decoder, through SDPA) or what happens to q and k before it.
+Does not own prefill attention (models.decoder, through SDPA) or the projections on either side.
 """
 
 from dataclasses import dataclass
@@ -9,123 +10,249 @@ import torch
 from torch import Tensor
 
 from runtime.ops import Attention, Rows
+from runtime.ops._gemv import dot_dtype, launch_options, let_next_start, wait_for_previous
 from runtime.ops._triton import tl, triton
 
-BLOCK = 64
-MIN_BLOCKS = 2
-"""Blocks of keys a split takes at least: below it, more splits cost more in combining than they save in streaming."""
+MAX_SPLITS = 64
 
 
 @triton.jit
+def share_of_keys(slot, position, split, splits, WINDOW: tl.constexpr, BLOCK: tl.constexpr, MIN_KEYS: tl.constexpr):
+    """This split's keys [start, end) and the number of splits in use, at least 1.
+
+    The keys of earlier positions that the query sees are shared out by their number alone; the current key is no part of it.
+    """
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position + 1 - WINDOW, 0)
+    cached = tl.where(slot < 0, 0, position - first)
+    wanted = tl.maximum(tl.minimum(tl.cdiv(cached, MIN_KEYS), splits), 1)
+    share = tl.maximum(tl.cdiv(tl.cdiv(cached, wanted), BLOCK), 1) * BLOCK
+    start = first + split * share
+    return start, tl.minimum(start + share, first + cached), tl.maximum(tl.cdiv(cached, share), 1)
+
+
+@triton.jit
+def _normed(x, partner, g, g_other, eps, D: tl.constexpr):
+    """Per-head RMSNorm of x `[N, D_PAD]` (0 past D) and of its rotation partners, by the same root mean square."""
+    inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+    return x * inverse * g, partner * inverse * g_other
+
+
+@triton.jit
+def _scores(q, k, key, end, DOT_DTYPE: tl.constexpr):
+    """q `[GROUP_PAD, D_PAD]` on keys k `[BLOCK, D_PAD]` -> `[GROUP_PAD, BLOCK]`, -inf past the split's end."""
+    scores = tl.dot(q.to(DOT_DTYPE), tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
+    return tl.where(key[None, :] < end, scores, float("-inf"))
+
+
+@triton.jit
+def _absorb(scores, v, top, total, acc, DOT_DTYPE: tl.constexpr):
+    """Take a block of scores and values into the running maximum, total and weighted sum."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    old = tl.exp2(top - new_top)
+    p = tl.exp2(scores - new_top[:, None])
+    total = total * old + tl.sum(p, 1)
+    acc = acc * old[:, None] + tl.dot(p.to(DOT_DTYPE), v.to(DOT_DTYPE), input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def combine_splits(
+    partial_ptr,
+    stats_ptr,
+    out_ptr,
+    active,
+    GROUP: tl.constexpr,
+    GROUP_POW: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    """The outputs `[GROUP, D]` of a (row, head) from the partial results of its splits, summed in their order.
+
+    Four splits at a time: their loads depend on nothing and are one round trip, and each thread sums its own values.
+    """
+    g = tl.arange(0, GROUP_POW)
+    d = tl.arange(0, D_PAD)
+    top = tl.full((GROUP_POW,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_POW,), tl.float32)
+    acc = tl.zeros((GROUP_POW, D_PAD), tl.float32)
+    for first in range(0, active, 4):
+        for i in tl.static_range(4):
+            s = first + i
+            used = g < tl.where(s < active, GROUP, 0)
+            parts = partial_ptr + (s * GROUP + g[:, None]) * D_PAD + d[None, :]
+            part = tl.load(parts, mask=used[:, None], other=0.0, cache_modifier=".cg")
+            part_top = tl.load(stats_ptr + s * 2 * GROUP + g, mask=used, other=float("-inf"), cache_modifier=".cg")
+            part_total = tl.load(stats_ptr + s * 2 * GROUP + GROUP + g, mask=used, other=0.0, cache_modifier=".cg")
+            new_top = tl.maximum(top, part_top)
+            old = tl.where(top == new_top, 1.0, tl.exp2(top - new_top))
+            new = tl.where(used, tl.exp2(part_top - new_top), 0.0)
+            total = total * old + part_total * new
+            acc = acc * old[:, None] + part * new[:, None]
+            top = new_top
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + g[:, None] * D + d[None, :], out, mask=(g[:, None] < GROUP) & (d[None, :] < D))
+
+
+@triton.jit(do_not_specialize=["capacity", "splits"])
 def _attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
     slots_ptr,
     positions_ptr,
     partial_ptr,
     stats_ptr,
     counter_ptr,
-    stride_slot,
-    stride_head,
+    capacity,
+    splits,
     scale,
+    eps,
     WINDOW: tl.constexpr,
+    ROTATE: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     D: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
+    MIN_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP_POW: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    position = tl.load(positions_ptr + row)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
-    g_mask = g[:, None] < GROUP
-    d_mask = d[None, :] < D
-    q_offsets = ((row * K + head) * GROUP + g[:, None]) * D + d[None, :]
-    slot = tl.load(slots_ptr + row).to(tl.int64)
+    half: tl.constexpr = D // 2
+    other = tl.where(d < half, d + half, d - half)  # the rotation pairs i with i + D/2
+    d_mask = d < D
+
+    start, end, active = share_of_keys(slot, position, split, splits, WINDOW, BLOCK, MIN_KEYS)
+
+    # What no kernel of this step writes is loaded before the wait: the first block of old keys and values, and the tables.
+    base = (tl.maximum(slot, 0) * K + head) * capacity * D
+    k_ptr += base
+    v_ptr += base
+    key = start + tl.arange(0, BLOCK)
+    offsets = key[:, None].to(tl.int64) * D + d[None, :]
+    mask = (key[:, None] < end) & d_mask[None, :]
+    k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+    v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    if ROTATE:
+        angle = position.to(tl.int64) * half + tl.where(d < half, d, other)
+        cos = tl.load(cos_ptr + angle, mask=d_mask, other=0.0)[None, :]
+        sin = tl.load(sin_ptr + angle, mask=d_mask, other=0.0)[None, :]
+        sin = tl.where(d[None, :] < half, -sin, sin)
+    if HEAD_NORM:
+        q_g = tl.load(q_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+        q_g_other = tl.load(q_norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+        k_g = tl.load(k_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+        k_g_other = tl.load(k_norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :]
+    wait_for_previous(PDL)
+    q_mask = (g[:, None] < GROUP) & d_mask[None, :]
     if slot < 0:
         if split == 0:
-            tl.store(out_ptr + q_offsets, tl.zeros((GROUP_PAD, D_PAD), out_ptr.dtype.element_ty), mask=g_mask & d_mask)
+            zeros = tl.zeros((GROUP_PAD, D_PAD), out_ptr.dtype.element_ty)
+            tl.store(out_ptr + ((row * K + head) * GROUP + g[:, None]) * D + d[None, :], zeros, mask=q_mask)
         return
-    length = tl.load(positions_ptr + row) + 1
-    first_block = 0
-    if WINDOW > 0:
-        first_block = tl.maximum(length - WINDOW, 0) // BLOCK
-    blocks = tl.cdiv(length, BLOCK) - first_block
-    wanted = tl.minimum(tl.cdiv(blocks, MIN_BLOCKS), SPLITS)
-    share = tl.cdiv(blocks, wanted)
-    active = tl.cdiv(blocks, share)
     if split >= active:
         return
-    start = (first_block + split * share) * BLOCK
-    end = tl.minimum(start + share * BLOCK, length)
 
-    # Scores in base 2: exp2 is one instruction, and the factor rides on the scale.
-    q = (tl.load(q_ptr + q_offsets, mask=g_mask & d_mask, other=0.0).to(tl.float32) * (scale * 1.4426950408889634)).to(
-        DOT_DTYPE
-    )
-    base = slot * stride_slot + head * stride_head
-    top = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_PAD,), tl.float32)
-    acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
-    for s in range(start, end, BLOCK):
+    own = d < tl.where(split == 0, D, 0)
+    now = position.to(tl.int64) * D + d[None, :]
+    if ROTATE:
+        # q and the current k from the projection's float32 sums: per-head norms, rotation, and (in split 0) the cache write.
+        q_ptr += row * (K * GROUP + 2 * K) * D
+        k_row = (K * GROUP + head) * D
+        q = tl.load(q_ptr + (head * GROUP + g[:, None]) * D + d[None, :], mask=q_mask, other=0.0)
+        q_other = tl.load(q_ptr + (head * GROUP + g[:, None]) * D + other[None, :], mask=q_mask, other=0.0)
+        k_now = tl.load(q_ptr + k_row + d, mask=own, other=0.0)[None, :]
+        k_other = tl.load(q_ptr + k_row + other, mask=own, other=0.0)[None, :]
+        v_now = tl.load(q_ptr + k_row + K * D + d, mask=own, other=0.0)[None, :].to(v_ptr.dtype.element_ty)
+        if HEAD_NORM:
+            q, q_other = _normed(q, q_other, q_g, q_g_other, eps, D)
+            k_now, k_other = _normed(k_now, k_other, k_g, k_g_other, eps, D)
+        q = q * cos + q_other * sin
+        k_now = (k_now * cos + k_other * sin).to(k_ptr.dtype.element_ty)
+        tl.store(k_ptr + now, k_now, mask=own[None, :])
+        tl.store(v_ptr + now, v_now, mask=own[None, :])
+    else:
+        q = tl.load(q_ptr + ((row * K + head) * GROUP + g[:, None]) * D + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
+        k_now = tl.load(k_ptr + now, mask=own[None, :], other=0.0)
+        v_now = tl.load(v_ptr + now, mask=own[None, :], other=0.0)
+    q *= scale * 1.4426950408889634  # scores in base 2: exp2 is one instruction
+
+    # Online softmax; it begins with the current key in split 0 and with nothing in the others.
+    top = tl.where(split == 0, tl.sum(q * k_now.to(tl.float32), 1), float("-inf"))
+    total = tl.where(split == 0, tl.full((GROUP_PAD,), 1.0, tl.float32), 0.0)
+    acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32) + v_now.to(tl.float32)
+    scores = _scores(q, k, key, end, DOT_DTYPE)
+    top, total, acc = _absorb(scores, v, top, total, acc, DOT_DTYPE)
+    for s in tl.range(start + BLOCK, end, BLOCK, num_stages=STAGES):
         key = s + tl.arange(0, BLOCK)
-        mask = (key[:, None] < end) & d_mask
-        offsets = base + key[:, None].to(tl.int64) * D + d[None, :]
-        k = tl.load(k_ptr + offsets, mask=mask, other=0.0).to(DOT_DTYPE)
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0).to(DOT_DTYPE)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        seen = key[None, :] < end
-        if WINDOW > 0:
-            seen = seen & (key[None, :] >= length - WINDOW)
-        scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
-        old = tl.exp2(top - new_top)
-        p = tl.exp2(scores - new_top[:, None])
-        total = total * old + tl.sum(p, axis=1)
-        acc = acc * old[:, None] + tl.dot(p.to(DOT_DTYPE), v, input_precision="ieee")
-        top = new_top
+        offsets = key[:, None].to(tl.int64) * D + d[None, :]
+        mask = (key[:, None] < end) & d_mask[None, :]
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        scores = _scores(q, k, key, end, DOT_DTYPE)
+        top, total, acc = _absorb(scores, v, top, total, acc, DOT_DTYPE)
 
+    out_ptr += (row * K + head) * GROUP * D
     if active == 1:
-        tl.store(out_ptr + q_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=g_mask & d_mask)
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + g[:, None] * D + d[None, :], out, mask=q_mask)
         return
-    # Partials go to a workspace; the last block of a (row, head) to arrive sums them in split order, so the bits do not
-    # depend on which block that is.
-    cell = (row * K + head) * SPLITS
-    tile = g[:, None] * D_PAD + d[None, :]
-    tl.store(partial_ptr + (cell + split) * GROUP_PAD * D_PAD + tile, acc)
-    tl.store(stats_ptr + (cell + split) * 2 * GROUP_PAD + g, top)
-    tl.store(stats_ptr + (cell + split) * 2 * GROUP_PAD + GROUP_PAD + g, total)
+    # The last split of a (row, head) to arrive sums the partials in split order: the bits do not depend on which it is.
+    cell = (row * K + head) * splits
+    partial_ptr += cell * GROUP * D_PAD
+    stats_ptr += cell * 2 * GROUP
+    tl.store(partial_ptr + (split * GROUP + g[:, None]) * D_PAD + d[None, :], acc, mask=g[:, None] < GROUP)
+    tl.store(stats_ptr + split * 2 * GROUP + g, top, mask=g < GROUP)
+    tl.store(stats_ptr + split * 2 * GROUP + GROUP + g, total, mask=g < GROUP)
     tl.debug_barrier()  # Triton 3.6 lets the atomic overtake other warps' stores
     arrived = tl.atomic_add(counter_ptr + row * K + head, 1, sem="acq_rel")
     if arrived == active - 1:
-        top = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-        total = tl.zeros((GROUP_PAD,), tl.float32)
-        acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
-        for s in range(active):
-            part = tl.load(partial_ptr + (cell + s) * GROUP_PAD * D_PAD + tile, cache_modifier=".cg")
-            part_top = tl.load(stats_ptr + (cell + s) * 2 * GROUP_PAD + g, cache_modifier=".cg")
-            part_total = tl.load(stats_ptr + (cell + s) * 2 * GROUP_PAD + GROUP_PAD + g, cache_modifier=".cg")
-            new_top = tl.maximum(top, part_top)
-            old = tl.exp2(top - new_top)
-            new = tl.exp2(part_top - new_top)
-            total = total * old + part_total * new
-            acc = acc * old[:, None] + part * new[:, None]
-            top = new_top
-        tl.store(out_ptr + q_offsets, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=g_mask & d_mask)
+        combine_splits(partial_ptr, stats_ptr, out_ptr, active, GROUP, GROUP_POW, D, D_PAD)
         tl.store(counter_ptr + row * K + head, 0)
 
 
 @dataclass(frozen=True)
-class AttentionWorkspace:
-    """Scratch of one batch size: partial sums, their maxima and totals, and the counters, zero between launches."""
+class AttentionTile:
+    """How keys are cut: a split takes at least min_keys keys, in blocks of `block`; at most `blocks_per_sm` blocks an SM."""
+
+    block: int
+    min_keys: int
+    warps: int
+    stages: int = 2
+    blocks_per_sm: int = 2
+
+
+def attention_tile(spec: Attention, batch: int) -> AttentionTile:
+    """Timed in whole steps on an H200: one row's splits hold all their keys in registers; batches' walk over them."""
+    if batch == 1:
+        return AttentionTile(128, 128, 4, 1)
+    if spec.heads == spec.kv_heads:
+        return AttentionTile(32, 32, 2, 3, blocks_per_sm=4)
+    return AttentionTile(64, 64, 4, 2, blocks_per_sm=4)
+
+
+@dataclass(frozen=True)
+class AttentionScratch:
+    """Partial sums, their maxima and totals, and the counters, zero between launches; `splits` is the most a row may have."""
 
     splits: int
     partial: Tensor
@@ -133,23 +260,17 @@ class AttentionWorkspace:
     counter: Tensor
 
     @classmethod
-    def make(cls, batch: int, attention: Attention, device: torch.device, processors: int) -> "AttentionWorkspace":
-        """Scratch for `batch` rows on a GPU of `processors` SMs; enough splits to give every SM two blocks at long lengths."""
-        cells = batch * attention.kv_heads
-        splits = max(1, min(64, triton.cdiv(2 * processors, cells)))
-        group, d = _padded(attention)
+    def make(cls, batch: int, spec: Attention, device: torch.device, tile: AttentionTile) -> "AttentionScratch":
+        """Scratch for `batch` rows; splits enough for `tile.blocks_per_sm` blocks an SM."""
+        cells, heads, d = batch * spec.kv_heads, batch * spec.heads, triton.next_power_of_2(spec.head_dim)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        splits = max(1, min(MAX_SPLITS, tile.blocks_per_sm * processors // cells))
         return cls(
             splits,
-            torch.empty(cells * splits * group * d, dtype=torch.float32, device=device),
-            torch.empty(cells * splits * group * 2, dtype=torch.float32, device=device),
+            torch.empty(heads * splits * d, dtype=torch.float32, device=device),
+            torch.empty(heads * splits * 2, dtype=torch.float32, device=device),
             torch.zeros(cells, dtype=torch.int32, device=device),
         )
-
-
-def _padded(attention: Attention) -> tuple[int, int]:
-    """Rows and columns of a score tile: `tl.dot` wants 16 query rows, `tl.arange` a power of two."""
-    group = attention.heads // attention.kv_heads
-    return max(16, triton.next_power_of_2(group)), triton.next_power_of_2(attention.head_dim)
 
 
 def decode_attention(
@@ -158,46 +279,48 @@ def decode_attention(
     rows: Rows,
     k_cache: Tensor,
     v_cache: Tensor,
-    workspace: AttentionWorkspace,
-    upcast: bool = False,
+    out: Tensor,
+    scratch: AttentionScratch,
+    tile: AttentionTile,
+    rotate: bool = False,
+    pdl: bool = False,
+    interpreted: bool = False,
 ) -> Tensor:
-    """q `[B, H, D]` contiguous, caches `[slots, K, S, D]` -> `[B, H*D]` in q's dtype; idle rows give zeros.
+    """q `[B, H, D]`, caches `[slots, K, S, D]`, all contiguous -> out `[B, H*D]`, idle rows zeros, which read no cache.
 
-    Flash decoding (arXiv 2311.01282 section 3): keys are split by the length read on the device, from 1 to `workspace.splits`
-    runs of at least MIN_BLOCKS blocks, so the split depends on batch size and length alone. `upcast` computes the products in
-    float32, for Triton's interpreter.
-    Bytes: K and V of every key seen, once; q, out and the partials stay in L2.
+    With `rotate`, q is `[B, (H + 2K) * D]` float32, the raw sums of q, k and v: q and k are normed per head (where spec has the
+    weights) and rotated here, and k and v are written to (slot, position). Then the current key and value come from q, not
+    through the cache, and a slot may have one row a step.
+    Flash decoding (arXiv 2311.01282 section 3). Keys of earlier positions are read before the wait: rows.slots and
+    rows.positions must be written by a kernel with a full edge after it. The number of splits follows the length read on the
+    device. `interpreted` computes products in float32, for Triton's interpreter.
+    Bytes: K and V of every key seen, once; q, out and the partials stay in L2. Torch twin: attention_torch, behind rms_norm,
+    rope_torch and cache_write_torch.
     """
-    batch, heads, head_dim = q.shape
-    group_pad, d_pad = _padded(spec)
-    out = torch.empty((batch, heads * head_dim), dtype=q.dtype, device=q.device)
-    _attention_kernel[(batch, spec.kv_heads, workspace.splits)](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        rows.slots,
-        rows.positions,
-        workspace.partial,
-        workspace.stats,
-        workspace.counter,
-        k_cache.stride(0),
-        k_cache.stride(1),
-        spec.scale,
+    assert all(t.is_contiguous() for t in (k_cache, v_cache, q))
+    group = spec.heads // spec.kv_heads
+    group_pow = triton.next_power_of_2(group)
+    has_norms = rotate and spec.q_norm is not None
+    _attention_kernel[(len(q), spec.kv_heads, scratch.splits)](
+        *(q, k_cache, v_cache, out, spec.cos, spec.sin),
+        *((spec.q_norm, spec.k_norm) if has_norms else (q, q)),
+        *(rows.slots, rows.positions, scratch.partial, scratch.stats, scratch.counter),
+        *(k_cache.shape[2], scratch.splits, spec.scale, spec.eps),
         WINDOW=spec.window or 0,
+        ROTATE=rotate,
+        HEAD_NORM=has_norms,
         K=spec.kv_heads,
-        GROUP=heads // spec.kv_heads,
-        GROUP_PAD=group_pad,
-        D=head_dim,
-        D_PAD=d_pad,
-        BLOCK=BLOCK,
-        SPLITS=workspace.splits,
-        MIN_BLOCKS=MIN_BLOCKS,
-        DOT_DTYPE=tl.float32
-        if upcast or q.dtype == torch.float32
-        else (tl.bfloat16 if q.dtype == torch.bfloat16 else tl.float16),
-        num_warps=4,
-        num_stages=3,
+        GROUP=group,
+        GROUP_PAD=max(16, group_pow),
+        GROUP_POW=group_pow,
+        D=spec.head_dim,
+        D_PAD=triton.next_power_of_2(spec.head_dim),
+        BLOCK=tile.block,
+        MIN_KEYS=tile.min_keys,
+        STAGES=tile.stages,
+        DOT_DTYPE=dot_dtype(k_cache.dtype, interpreted),
+        PDL=pdl,
+        **launch_options(tile.warps, tile.stages, pdl),
     )
     return out
 

@@ -27,7 +27,7 @@ class Tile:
     warps: int
     stages: int
     splits: int = 1
-    ahead: int = 4
+    ahead: int = 2
 
 
 SINGLE: dict[tuple[Kernel, int, int], Tile] = {
@@ -35,7 +35,7 @@ SINGLE: dict[tuple[Kernel, int, int], Tile] = {
     ("norm_linear", 6144, 4096): Tile(4, 4096, 4, 1),
     ("norm_linear", 32000, 4096): Tile(2, 4096, 4, 1),
     ("norm_linear", 128256, 4096): Tile(2, 4096, 4, 1),
-    ("proj_residual", 4096, 4096): Tile(2, 4096, 4, 1),
+    ("proj_residual", 4096, 4096): Tile(8, 2048, 4, 1),
     ("norm_gate_up", 11008, 4096): Tile(2, 4096, 8, 1),
     ("norm_gate_up", 14336, 4096): Tile(2, 4096, 8, 1),
     ("proj_residual", 4096, 11008): Tile(1, 256, 2, 1),
@@ -44,14 +44,14 @@ SINGLE: dict[tuple[Kernel, int, int], Tile] = {
 """Batch 1 on an H200, by kernel, out features (F for norm_gate_up) and in features; bfloat16 weights."""
 
 BATCH: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(64, 64, 4, 6),
-    ("norm_linear", 6144, 4096): Tile(64, 128, 4, 8),
-    ("norm_linear", 32000, 4096): Tile(64, 64, 4, 6),
-    ("norm_linear", 128256, 4096): Tile(64, 64, 4, 6),
-    ("norm_gate_up", 11008, 4096): Tile(64, 128, 4, 5),
+    ("norm_linear", 12288, 4096): Tile(64, 64, 4, 6, ahead=0),
+    ("norm_linear", 6144, 4096): Tile(64, 256, 4, 5),
+    ("norm_linear", 32000, 4096): Tile(64, 64, 4, 8),
+    ("norm_linear", 128256, 4096): Tile(64, 128, 4, 8),
+    ("norm_gate_up", 11008, 4096): Tile(64, 128, 4, 5, ahead=0),
     ("norm_gate_up", 14336, 4096): Tile(64, 256, 4, 3),
-    ("proj_residual", 4096, 4096): Tile(64, 128, 4, 4, splits=4),
-    ("proj_residual", 4096, 11008): Tile(64, 128, 4, 4, splits=4),
+    ("proj_residual", 4096, 4096): Tile(64, 128, 4, 8, splits=2),
+    ("proj_residual", 4096, 11008): Tile(64, 128, 4, 8, splits=2, ahead=0),
     ("proj_residual", 4096, 14336): Tile(64, 256, 4, 5, splits=2),
 }
 """Batches of 2 to 16 on an H200. 64 rows: with fewer, Triton has no wgmma for them."""

@@ -3,16 +3,14 @@
 Does not own the kernels, each of which has a file, nor their tiles (configs). The unfused path is its oracle.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from runtime.ops import Attention, Linear, Rows, SlotState
 from runtime.ops._gemv import TOKENS, Scaled
+from runtime.ops.attention import AttentionScratch, AttentionTile, attention_tile, decode_attention
 from runtime.ops.configs import Kernel, Tile, tile_for
 from runtime.ops.embed import embed, embed_blocks
-from runtime.ops.fused_attention import AttentionScratch, AttentionTile, fused_attention
 from runtime.ops.norm_gate_up import norm_gate_up
 from runtime.ops.norm_linear import norm_linear
 from runtime.ops.proj_residual import proj_residual
@@ -71,13 +69,14 @@ class FusedOps:
         return self._norm_linear(x, norm, qkv, attention.eps, out, full_edge=after_embed)
 
     def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        spec = attention
-        out = self._buffer("attention", (len(q), spec.heads * spec.head_dim), k_cache)
-        tile = self.attention_tile or _attention_tile(spec, len(q))
-        key = ("attention", len(q), spec.heads, spec.kv_heads, spec.head_dim, tile)
-        scratch = self._make(key, lambda: AttentionScratch.make(len(q), spec, q.device, _processors(q.device), tile))
-        assert isinstance(scratch, AttentionScratch)
-        return fused_attention(q, spec, rows, k_cache, v_cache, out, scratch, tile, self.pdl, self.interpreted)
+        spec, batch = attention, len(q)
+        out = self._buffer("attention", (batch, spec.heads * spec.head_dim), k_cache)
+        tile = self.attention_tile or attention_tile(spec, batch)
+        key = (batch, spec.heads, spec.kv_heads, spec.head_dim, tile)
+        if key not in self._scratch:
+            self._scratch[key] = AttentionScratch.make(batch, spec, q.device, tile)
+        scratch = self._scratch[key]
+        return decode_attention(q, spec, rows, k_cache, v_cache, out, scratch, tile, True, self.pdl, self.interpreted)
 
     def proj_residual(self, a: Tensor, proj: Linear, x: Tensor, next_norm: Tensor) -> Tensor:
         first, second = (self._buffer(name, tuple(x.shape), x) for name in ("x", "other x"))
@@ -136,24 +135,7 @@ class FusedOps:
             self._buffers[key] = torch.zeros(shape, dtype=key[2], device=like.device)
         return self._buffers[key]
 
-    def _make(self, key: tuple[object, ...], make: Callable[[], AttentionScratch]) -> AttentionScratch:
-        if key not in self._scratch:
-            self._scratch[key] = make()
-        return self._scratch[key]
-
     def _tile(self, kernel: Kernel, x: Tensor, linear: Linear) -> Tile:
         n = linear.weight.shape[0] // (2 if kernel == "norm_gate_up" else 1)
         key = (kernel, n, x.shape[1])
         return self.tiles.get(key) or tile_for(*key, batch=len(x), itemsize=x.element_size())
-
-
-def _attention_tile(spec: Attention, batch: int) -> AttentionTile:
-    """One query head a block where a KV head serves several and there is one row: 32 blocks a split fill the GPU, 8 do not."""
-    alone = spec.heads == spec.kv_heads
-    if batch == 1:
-        return AttentionTile(128, 128, 4, 1, group=alone)
-    return AttentionTile(64, 64, 4, 2, blocks_per_sm=4) if alone else AttentionTile(64, 64, 4, 1)
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.ops import Attention, Linear, Rows, SlotState
-from runtime.ops.attention import AttentionWorkspace, attention_torch, decode_attention
+from runtime.ops.attention import AttentionScratch, attention_tile, attention_torch, decode_attention
 from runtime.ops.cache_write import cache_write, cache_write_torch
 from runtime.ops.embed import embed, embed_torch
 from runtime.ops.rope import rope, rope_torch
@@ -45,7 +45,7 @@ class UnfusedOps:
     launches_around = 3  # embedding; norm, LM head
 
     def __init__(self) -> None:
-        self._workspaces: dict[tuple[int, int, int, int], AttentionWorkspace] = {}
+        self._scratch: dict[tuple[int, int, int, int], AttentionScratch] = {}
 
     def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor) -> tuple[Tensor, Rows]:
         if not table.is_cuda:
@@ -80,7 +80,13 @@ class UnfusedOps:
         """7 attention."""
         if not q.is_cuda:
             return attention_torch(q, attention, rows, k_cache, v_cache)
-        return decode_attention(q, attention, rows, k_cache, v_cache, self._workspace(q, attention))
+        spec, batch = attention, len(q)
+        tile = attention_tile(spec, batch)
+        key = (batch, spec.heads, spec.kv_heads, spec.head_dim)
+        if key not in self._scratch:  # kept: its counters stay zero between launches
+            self._scratch[key] = AttentionScratch.make(batch, spec, q.device, tile)
+        out = torch.empty((batch, spec.heads * spec.head_dim), dtype=q.dtype, device=q.device)
+        return decode_attention(q, spec, rows, k_cache, v_cache, out, self._scratch[key], tile)
 
     def proj_residual(self, a: Tensor, proj: Linear, x: Tensor, next_norm: Tensor) -> Tensor:
         """8 output projection, 9 add; and again as 14 down projection, 15 add."""
@@ -95,11 +101,3 @@ class UnfusedOps:
 
     def norm_lm_head(self, x: Tensor, norm: Tensor, lm_head: Linear, eps: float) -> Tensor:
         return float32_logits(rms_norm(x, norm, eps), lm_head)
-
-    def _workspace(self, q: Tensor, spec: Attention) -> AttentionWorkspace:
-        """Made at the first step of a batch size, then kept: its counters must stay zero between launches."""
-        key = (len(q), spec.heads, spec.kv_heads, spec.head_dim)
-        if key not in self._workspaces:
-            processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-            self._workspaces[key] = AttentionWorkspace.make(len(q), spec, q.device, processors)
-        return self._workspaces[key]

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 
 from models.random_weights import SHAPES
 from runtime.ops import Attention, Linear, Rows, SlotState
-from runtime.ops.attention import attention_torch
+from runtime.ops.attention import AttentionTile, attention_torch
 from runtime.ops.cache_write import cache_write_torch
 from runtime.ops.configs import Tile
 from runtime.ops.embed import embed_torch
 from runtime.ops.fused import FusedOps
-from runtime.ops.fused_attention import AttentionTile
 from runtime.ops.rope import rope_torch
 from runtime.ops.sampler import SamplerScratch, sample_rows
 from runtime.ops.silu_mul import silu_mul_torch
@@ -188,11 +187,10 @@ def check_attention(dtype, shape, slots, positions, tile=None, bias=False, head_
         close(ours.nan_to_num(), theirs.nan_to_num(), dtype)
 
 
-GROUP, HEAD = AttentionTile(16, 16, 4), AttentionTile(16, 16, 4, group=False)
+TILE = AttentionTile(16, 16, 4)
 MANY = dict(slots=[2, 0, -1, 3], positions=[70, 0, 1, 5])
 
 
-@pytest.mark.parametrize("tile", [GROUP, HEAD], ids=["group", "head"])
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -203,26 +201,20 @@ MANY = dict(slots=[2, 0, -1, 3], positions=[70, 0, 1, 5])
     ],
     ids=str,
 )
-def test_attention_of_every_group_and_head_size(tile, shape, options):
-    check_attention(shape=shape, tile=tile, **MANY, **options)
+def test_attention_of_every_group_and_head_size(shape, options):
+    check_attention(shape=shape, tile=TILE, **MANY, **options)
 
 
-@pytest.mark.parametrize("tile", [GROUP, HEAD], ids=["group", "head"])
 @pytest.mark.parametrize("window", [None, 33])
-def test_attention_at_lengths_on_borders_of_blocks_splits_and_windows(tile, window):
+def test_attention_at_lengths_on_borders_of_blocks_splits_and_windows(window):
     positions = [0, 1, 15, 16, 17, 31, 32, 33, 48, 65]
     slots = list(reversed(range(len(positions))))
-    tile = replace(tile, blocks_per_sm=8)
+    tile = replace(TILE, blocks_per_sm=16)
     check_attention(torch.float32, (1, 1, 64), slots, positions, tile, window=window, c=16)
 
 
-@pytest.mark.parametrize(
-    ("shape", "tile"),
-    [((3, 1, 64), replace(GROUP, blocks_per_sm=3)), ((1, 1, 128), replace(HEAD, blocks_per_sm=5))],
-    ids=["group", "head"],
-)
-def test_one_long_row_in_more_splits_than_are_summed_at_once(shape, tile):
-    check_attention(torch.bfloat16, shape, [0], [330], tile)
+def test_one_long_row_in_more_splits_than_are_summed_at_once():
+    check_attention(torch.bfloat16, (3, 1, 64), [0], [330], replace(TILE, blocks_per_sm=3))
 
 
 @pytest.mark.parametrize(("shape", "batch"), [((4, 2, 128), 1), ((4, 2, 128), 2), ((2, 2, 128), 1)], ids=str)

@@ -3,6 +3,7 @@
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,9 +87,18 @@ def test_silu_mul_is_its_twin(dtype):
         close(silu_mul(gate, up), twin)
 
 
+def decoded(q, s, at, k, v, splits=None):
+    from runtime.ops.attention import AttentionScratch, AttentionTile, decode_attention
+
+    tile = AttentionTile(64, 64, 4, 3)
+    scratch = AttentionScratch.make(len(q), s, DEVICE, replace(tile, blocks_per_sm=splits * s.kv_heads) if splits else tile)
+    out = torch.empty(len(q), s.heads * s.head_dim, dtype=q.dtype, device=DEVICE)
+    return decode_attention(q, s, at, k, v, out, scratch, tile, interpreted=INTERPRETED)
+
+
 def attend(s, at, dtype, capacity=512, splits=None, slots=4, poison=True):
     """Kernel and twin over one random cache, poisoned with NaN past each row's length; both outputs."""
-    from runtime.ops.attention import AttentionWorkspace, attention_torch, decode_attention
+    from runtime.ops.attention import attention_torch
 
     k = random(slots, s.kv_heads, capacity, s.head_dim, dtype=dtype)
     v = random(slots, s.kv_heads, capacity, s.head_dim, dtype=dtype)
@@ -97,8 +107,7 @@ def attend(s, at, dtype, capacity=512, splits=None, slots=4, poison=True):
             k[slot, :, position + 1 :] = v[slot, :, position + 1 :] = float("nan")
     q = random(len(at.slots), s.heads, s.head_dim, dtype=dtype)
     twin = attention_torch(q, s, at, k, v)
-    workspace = AttentionWorkspace.make(len(q), s, DEVICE, processors=splits * len(q) * s.kv_heads // 2 if splits else 8)
-    ours = [decode_attention(q, s, at, k, v, workspace, upcast=INTERPRETED) for _ in range(2)]
+    ours = [decoded(q, s, at, k, v, splits) for _ in range(2)]
     assert torch.equal(ours[0], ours[1])  # the counters are back at zero, and the same launch gives the same bits
     return ours[0], twin
 
@@ -132,13 +141,10 @@ def test_an_idle_row_reads_no_cache_and_gives_zeros():
 
 
 def test_kv_heads_serve_the_query_heads_of_their_group():
-    from runtime.ops.attention import AttentionWorkspace, decode_attention
-
     for heads, kv_heads in ((7, 1), (14, 2), (28, 4), (24, 8), (12, 2), (10, 2), (8, 8)):
         s, at = spec(heads, kv_heads, 64), rows([0], [40])
         k = random(1, kv_heads, 64, 64, dtype=torch.float32)
         v = torch.arange(kv_heads, device=DEVICE).float()[None, :, None, None].expand(1, kv_heads, 64, 64).contiguous()
-        workspace = AttentionWorkspace.make(1, s, DEVICE, processors=8)
-        out = decode_attention(random(1, heads, 64, dtype=torch.float32), s, at, k, v, workspace, upcast=INTERPRETED)
+        out = decoded(random(1, heads, 64, dtype=torch.float32), s, at, k, v)
         expected = torch.arange(heads, device=DEVICE) * kv_heads // heads
         assert torch.allclose(out.view(heads, 64), expected.float()[:, None].expand(heads, 64), atol=1e-5)
