@@ -95,7 +95,8 @@ class Engine:
             RequestError: a token id outside the vocabulary.
             ContextLengthError: the prompt leaves no room for a token.
         """
-        for name, ids in (("prompt", request.prompt_ids), ("stop_token_ids", request.end_ids)):
+        biased = [token for token, _ in request.params.logit_bias]
+        for name, ids in (("prompt", request.prompt_ids), ("stop_token_ids", request.end_ids), ("logit_bias", biased)):
             for token in ids:
                 if not 0 <= token < self.model.vocab_size:
                     raise RequestError(f"token id {token} is outside the vocabulary of 0 to {self.model.vocab_size - 1}", name)

@@ -15,10 +15,14 @@ MAX_END_IDS = 16
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow float32 logits."""
 
+MAX_LOGPROBS = 20
+"""Alternatives that can be asked for beside a token's own log-probability, as OpenAI's `top_logprobs`."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request's tokens are drawn. Filters apply in the order temperature, top_k, top_p, min_p.
+    """How one request's tokens are drawn, in this order: penalties (repetition, then frequency and presence), logit_bias,
+    temperature, top_k, top_p on what is left renormalised, min_p.
 
     Attributes:
         temperature: divides the logits; below 1e-5 the draw is greedy (ties go to the lowest id).
@@ -27,6 +31,11 @@ class SamplingParams:
         min_p: keep probabilities of at least min_p times the largest; 0 keeps all.
         seed: fixes the random numbers, whatever else runs beside; any 64-bit integer.
         choice: which of several answers to the same prompt this is; part of the random numbers' key.
+        repetition_penalty: divides positive and multiplies other logits of ids in the prompt or the answer (arXiv 1909.05858).
+        presence_penalty, frequency_penalty: taken from the logits of ids in the answer, once and for each time (OpenAI).
+        logit_bias: (id, value) pairs added to the logits.
+        logprobs: None, or how many alternatives are told with each token beside its own value. They are the log-softmax of the
+            model's logits as they are, before everything above.
 
     Raises:
         RequestError: a value outside these ranges; `param` names it.
@@ -38,18 +47,35 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise RequestError(f"temperature is {self.temperature}; it must be a finite number, 0 or above", "temperature")
-        if not 0 <= self.top_p <= 1:
-            raise RequestError(f"top_p is {self.top_p}; it must lie between 0 and 1", "top_p")
-        if not 0 <= self.min_p <= 1:
-            raise RequestError(f"min_p is {self.min_p}; it must lie between 0 and 1", "min_p")
+        for name, low, high in (
+            ("top_p", 0, 1),
+            ("min_p", 0, 1),
+            ("repetition_penalty", 0.01, 100),
+            ("presence_penalty", -2, 2),
+            ("frequency_penalty", -2, 2),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise RequestError(f"{name} is {value}; it must lie between {low} and {high}", name)
         if self.top_k < -1:
             raise RequestError(f"top_k is {self.top_k}; it must be -1 or 0 (off) or above", "top_k")
         if not -(2**63) <= self.seed < 2**64:
             raise RequestError(f"seed is {self.seed}; it must fit in 64 bits", "seed")
+        for token, value in self.logit_bias:
+            if not -100 <= value <= 100:
+                raise RequestError(f"logit_bias of id {token} is {value}; it must lie between -100 and 100", "logit_bias")
+        if len(dict(self.logit_bias)) != len(self.logit_bias):
+            raise RequestError("logit_bias names a token id twice; name each once", "logit_bias")
+        _check_logprobs(self.logprobs, "logprobs")
 
     @property
     def greedy(self) -> bool:
@@ -60,6 +86,16 @@ class SamplingParams:
         """Whether any of top_k, top_p, min_p can drop a token."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
+    @property
+    def penalised(self) -> bool:
+        """Whether the draw depends on which ids came before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _check_logprobs(wanted: int | None, name: str) -> None:
+    if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+        raise RequestError(f"{name} is {wanted}; it must lie between 0 and {MAX_LOGPROBS}", name)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -69,13 +105,16 @@ class Request:
         id: unique among the requests in the engine.
         prompt_ids: at least one token id, each inside the vocabulary (the engine checks).
         params: how tokens are drawn.
-        max_tokens: tokens to produce at most; None runs to the end of the context, and so does a value past it.
+        max_tokens: tokens to produce at most; None runs to the end of the context, and so does a value past it. At least one is
+            always produced: whoever wants a prompt scored and nothing else asks for 1 and drops it.
         min_tokens: tokens before which no end id can be drawn.
         end_ids: ids that end the answer, at most 16; the id itself is produced and counted.
         cached: prompt tokens, from the first on, whose K and V lie in the slot's cache already; prefill begins behind them.
+        prompt_logprobs: None, or how many alternatives are told with each prompt token beside its own log-probability. Needs
+            the whole prompt computed, so `cached` must be 0.
 
     Raises:
-        RequestError: empty prompt, one that is cached to its end, counts below their least values, or more than 16 end ids.
+        RequestError: empty prompt, one that is cached to its end, counts outside their ranges, or more than 16 end ids.
     """
 
     id: str
@@ -85,6 +124,7 @@ class Request:
     min_tokens: int = 0
     end_ids: tuple[int, ...] = ()
     cached: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -99,6 +139,22 @@ class Request:
             raise RequestError(f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens")
         if len(self.end_ids) > MAX_END_IDS:
             raise RequestError(f"{len(self.end_ids)} end ids given; at most {MAX_END_IDS} are allowed", "stop_token_ids")
+        _check_logprobs(self.prompt_logprobs, "prompt_logprobs")
+        if self.prompt_logprobs is not None and self.cached:
+            raise RequestError(f"cached is {self.cached} and prompt_logprobs asked for; they need the whole prompt: cached 0")
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """What the model thought of one token, before penalties, bias, temperature and filters: the log-softmax of its logits.
+
+    Attributes:
+        logprob: the token's own; -Infinity where the model's logit is.
+        top: (id, logprob) of the best, as many as were asked for and the vocabulary has; falling, the lower id first of equals.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -110,9 +166,13 @@ class TokenEvent:
         token: the id produced, or None when the event only ends the request (cancelled, error).
         finish: why the request ended with this event, or None while it runs.
         message: what went wrong, with finish "error".
+        logprobs: the token's, where the request asked.
+        prompt_logprobs: with the request's first token, where it asked: one for each prompt token, None for the first of them.
     """
 
     request_id: str
     token: int | None
     finish: FinishReason | None = None
     message: str | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None

@@ -32,6 +32,17 @@ def test_a_value_out_of_range_is_named_with_what_is_allowed(wrong):
         {"top_k": -5},
         {"min_p": 2.0},
         {"seed": 2**64},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("nan")},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": float("inf")},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": float("-inf")},
+        {"logit_bias": ((5, 101.0),)},
+        {"logit_bias": ((5, float("nan")),)},
+        {"logit_bias": ((5, 1.0), (5, 2.0))},
+        {"logprobs": 21},
+        {"logprobs": -1},
     ],
 )
 def test_sampling_parameters_out_of_range_are_refused_by_name(wrong):
@@ -41,7 +52,14 @@ def test_sampling_parameters_out_of_range_are_refused_by_name(wrong):
 
 
 def test_a_request_refuses_what_can_never_run():
-    for wrong in ({"prompt_ids": ()}, {"max_tokens": 0}, {"min_tokens": 3, "max_tokens": 2}, {"end_ids": tuple(range(17))}):
+    for wrong in (
+        {"prompt_ids": ()},
+        {"max_tokens": 0},
+        {"min_tokens": 3, "max_tokens": 2},
+        {"end_ids": tuple(range(17))},
+        {"prompt_logprobs": 21},
+        {"prompt_ids": (1, 2), "cached": 1, "prompt_logprobs": 0},
+    ):
         with pytest.raises(RequestError):
             Request(**{"id": "a", "prompt_ids": (1,), **wrong})
 
