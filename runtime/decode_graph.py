@@ -16,7 +16,8 @@ from runtime.sampling import Variant
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """One captured step. `tokens [B]` int32 and `logits [B, V]` float32 are static: the next replay writes over them."""
+    """One captured step. What is told of the draws, `[B]` or `[B, words]` int32, and logits `[B, V]` float32 are static: the
+    next replay writes over them."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor

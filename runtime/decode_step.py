@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runtime.kv_cache import KVCache
-from runtime.ops import MAX_END_IDS, STATE_WIDTH, Ops, Rows, SlotState
+from runtime.ops import HAS_BIAS, MAX_END_IDS, STATE_WIDTH, WANTS_LOGPROBS, Ops, Rows, SlotState
 from runtime.request import Request
 from runtime.sampling import Sampler, Variant
 
@@ -55,8 +55,8 @@ class DecodeStep:
         """Play rows `slot_of_row [B]` int32 (-1: idle).
 
         Returns:
-            Tokens `[B]` int32, sampling.NOT_FINITE where logits were not finite, and logits `[B, V]` float32. Rows of idle or
-            done slots carry no meaning; they read and write no cache and no state.
+            What `Sampler.draw` tells of each row, tokens first, and logits `[B, V]` float32. Rows of idle or done slots carry
+            no meaning; they read and write no cache and no state.
         """
         rows, logits = self.model.decode(slot_of_row, self.state, self.cache, self.ops)
         return self.sampler.draw(logits, rows, self.state, variant, self.ops.pdl), logits
@@ -78,12 +78,14 @@ def pack(request: Request, limit: int) -> list[int]:
     length = len(request.prompt_ids)
     seed = p.seed & (2**64 - 1)
     ends = list(request.end_ids) + [-1] * (MAX_END_IDS - len(request.end_ids))
+    flags = (HAS_BIAS if p.logit_bias else 0) | (WANTS_LOGPROBS if p.logprobs is not None else 0)
     data = struct.pack(
-        "<5i2I2i3f",
+        f"<5i2I2i3f{MAX_END_IDS}i3fi",
         *(0, length, limit, min(length + request.min_tokens, INT32_MAX), 0),
         *(seed & 0xFFFFFFFF, seed >> 32),
         *(p.choice, min(max(p.top_k, 0), INT32_MAX)),
         *(min(p.temperature, FLOAT32_MAX), p.top_p, p.min_p),
+        *ends,
+        *(p.repetition_penalty, p.presence_penalty, p.frequency_penalty, flags),
     )
-    words = list(struct.unpack(f"<{len(data) // 4}i", data)) + ends
-    return words + [0] * (STATE_WIDTH - len(words))
+    return list(struct.unpack(f"<{STATE_WIDTH}i", data))

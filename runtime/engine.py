@@ -3,12 +3,15 @@
 Does not own the model (handed in), the slots' bookkeeping (scheduler), how a step is played (modes) or the draw (sampling).
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from runtime.config import EngineConfig
 from runtime.decode_step import Model, pack
@@ -16,17 +19,20 @@ from runtime.errors import ContextLengthError, DeviceError, RequestError
 from runtime.kv_cache import KVCache
 from runtime.modes import Modes, Prepared
 from runtime.ops import STATE_WIDTH, Rows, SlotState
-from runtime.pinned import Landing, PinnedRing
-from runtime.request import Request, TokenEvent
-from runtime.sampling import Sampler, variant
+from runtime.pinned import Landing, PinnedRing, download
+from runtime.request import Logprobs, Request, TokenEvent
+from runtime.sampling import NOT_FINITE, TOLD_WORDS, Sampler, read_told, tell, variant
 from runtime.scheduler import Running, Scheduler
+
+SCORED_ROWS = 64
+"""Prompt tokens whose logits exist at once where their log-probabilities are asked for: 39 MB of float32 at 152k ids."""
 
 NOT_FINITE_MESSAGE = "the model's logits are not finite; a float16 run of a bfloat16 checkpoint overflows: use --dtype bfloat16"
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """Tokens that have been enqueued and not yet read: one for each of `rows`."""
+    """Draws that have been enqueued and not yet read: one for each of `rows`, told in equally many words."""
 
     rows: list[Running]
     landing: Landing
@@ -52,15 +58,16 @@ class Engine:
         self.cache = KVCache.allocate(
             model.num_layers, config.max_slots, model.num_kv_heads, self.max_len, model.head_dim, model.dtype, model.device
         )
-        self.state = SlotState.allocate(config.max_slots, model.device)
+        self.state = SlotState.allocate(config.max_slots, model.device, model.vocab_size)
         self._sampler = Sampler()
         self._scheduler = Scheduler(config.max_slots, self.max_len)
         self._slot_of_row = torch.full((config.max_slots,), -1, dtype=torch.int32, device=model.device)
         self.modes = Modes(model, self._sampler, self.cache, self.state, self._slot_of_row, config)
         self._rows: list[Running] = []  # what _slot_of_row says now
         self._uploads = PinnedRing(STATE_WIDTH, model.device)
-        self._readback = PinnedRing(config.max_slots, model.device)
+        self._readback = PinnedRing(config.max_slots * TOLD_WORDS, model.device)
         self._flights: deque[_Flight] = deque()
+        self._scored: WeakKeyDictionary[Running, list[Landing]] = WeakKeyDictionary()  # prompts' log-probabilities, by chunk
         # On CUDA step n+1 is enqueued before step n's tokens are read; the CPU computes in the call, so nothing can run ahead.
         self._run_ahead = 1 if model.device.type == "cuda" else 0
         self._cancelled: list[TokenEvent] = []
@@ -145,7 +152,7 @@ class Engine:
         events, self._cancelled = self._cancelled, []
         try:
             for running in self._scheduler.admit():
-                self._uploads.upload(pack(running.request, running.limit), self.state.packed[running.slot])
+                self._seat(running)
             prefilling = self._scheduler.next_prefill()
             if prefilling is not None:
                 self._prefill(prefilling)
@@ -159,29 +166,51 @@ class Engine:
             raise DeviceError(f"the device failed during a step: {str(error).splitlines()[0]}") from error
         return events
 
+    def _seat(self, running: Running) -> None:
+        """Write a request's parameters into its slot, and where they are used the ids of its prompt and its bias."""
+        request, slot = running.request, running.slot
+        if request.params.penalised:
+            self.state.seen[slot].zero_().scatter_(0, self._on_device(request.prompt_ids, torch.int64), 1)
+        if request.params.logit_bias:
+            ids, values = zip(*request.params.logit_bias, strict=True)
+            bias = self._on_device(values, torch.float32)
+            self.state.bias[slot].zero_().scatter_(0, self._on_device(ids, torch.int64), bias)
+        self._uploads.upload(pack(request, running.limit), self.state.packed[slot])
+
     def _prefill(self, running: Running) -> None:
         """Enqueue one chunk of a prompt, and the first token behind the last chunk."""
         prompt = running.request.prompt_ids
         start = running.prefilled
         chunk = prompt[start : start + self.config.prefill_chunk]
-        host_ids = torch.tensor(chunk, dtype=torch.int64, pin_memory=self.model.device.type == "cuda")
-        ids = host_ids.to(self.model.device, non_blocking=True)
-        hidden = self.model.prefill(ids, start, running.slot, self.cache)
+        hidden = self.model.prefill(self._on_device(chunk, torch.int64), start, running.slot, self.cache)
         running.prefilled += len(chunk)
+        if running.request.prompt_logprobs is not None:
+            self._score(running, hidden, prompt[start + 1 : start + 1 + len(chunk)], running.request.prompt_logprobs)
         if running.decoding:
             slots = torch.full((1,), running.slot, dtype=torch.int32, device=self.model.device)
             rows = Rows(slots, torch.full_like(slots, len(prompt) - 1))
             logits = self.model.logits(hidden[-1:])
-            tokens = self._sampler.draw(logits, rows, self.state, variant([running.request.params]))
-            self._flights.append(_Flight([running], self._readback.download(tokens)))
+            told = self._sampler.draw(logits, rows, self.state, variant([running.request.params]))
+            self._flights.append(_Flight([running], self._readback.download(told)))
+
+    def _score(self, running: Running, hidden: Tensor, following: Sequence[int], top: int) -> None:
+        """Enqueue the log-probabilities of the prompt tokens `following` each of a chunk's first hidden states `[T, C]`."""
+        tokens = self._on_device(following, torch.int32)
+        parts = zip(hidden[: len(tokens)].split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True)
+        landings = [download(tell(self.model.logits(states), ids, top)) for states, ids in parts if len(ids)]
+        self._scored.setdefault(running, []).extend(landings)
+
+    def _on_device(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        host = torch.tensor(values, dtype=dtype, pin_memory=self.model.device.type == "cuda")
+        return host.to(self.model.device, non_blocking=True)
 
     def _decode(self, rows: list[Running]) -> None:
         """Enqueue one decode step; slots cross to the device only when the batch has changed."""
         if rows != self._rows:
             self._uploads.upload([r.slot for r in rows], self._slot_of_row)
             self._rows = rows
-        tokens = self.modes.play(len(rows), variant([r.request.params for r in rows]))
-        self._flights.append(_Flight(rows, self._readback.download(tokens)))
+        told = self.modes.play(len(rows), variant([r.request.params for r in rows]))
+        self._flights.append(_Flight(rows, self._readback.download(told)))
 
     @torch.inference_mode()
     def _warm_prefill(self) -> None:
@@ -195,12 +224,28 @@ class Engine:
         events = []
         while len(self._flights) > leave:
             flight = self._flights.popleft()
-            for running, token in zip(flight.rows, flight.landing.wait(), strict=True):
-                if running.finish is not None:
-                    continue
-                finish = self._scheduler.commit(running, token)
-                if finish == "error":
-                    events.append(TokenEvent(running.request.id, None, finish, NOT_FINITE_MESSAGE))
-                else:
-                    events.append(TokenEvent(running.request.id, token, finish))
+            words = flight.landing.wait()
+            width = len(words) // len(flight.rows)
+            for row, running in enumerate(flight.rows):
+                if running.finish is None:
+                    events.append(self._tell(running, words[row * width : (row + 1) * width]))
         return events
+
+    def _tell(self, running: Running, words: Sequence[int]) -> TokenEvent:
+        """Commit what a draw told of one row: the token, and in full draws its log-probabilities."""
+        request, token, prompt = running.request, words[0], None
+        if running.length == len(request.prompt_ids) and request.prompt_logprobs is not None:
+            prompt = self._prompt_logprobs(running, request.prompt_logprobs)
+            if any(each is not None and math.isnan(each.logprob) for each in prompt):
+                token = NOT_FINITE
+        finish = self._scheduler.commit(running, token)
+        if finish == "error":
+            return TokenEvent(request.id, None, finish, NOT_FINITE_MESSAGE)
+        logprobs = read_told(words, request.params.logprobs) if request.params.logprobs is not None else None
+        return TokenEvent(request.id, token, finish, logprobs=logprobs, prompt_logprobs=prompt)
+
+    def _prompt_logprobs(self, running: Running, top: int) -> tuple[Logprobs | None, ...]:
+        """One for each prompt token; nothing comes before the first, so it has none."""
+        words = [word for landing in self._scored.pop(running, []) for word in landing.wait()]
+        rows = range(0, len(words), TOLD_WORDS)
+        return (None, *(read_told(words[row : row + TOLD_WORDS], top) for row in rows))

@@ -89,7 +89,7 @@ class Modes:
         self._warmed: set[str] = set()
 
     def play(self, batch: int, kind: Variant) -> Tensor:
-        """Enqueue one step of the first `batch` rows; its tokens `[B]` int32 on the device."""
+        """Enqueue one step of the first `batch` rows; what `Sampler.draw` tells of them, on the device."""
         if self.graph:
             return self.graphs[self.ops].replay(batch, kind).tokens
         return self.step_of(self.ops)(self._slot_of_row[:batch], kind)[0]

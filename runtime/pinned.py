@@ -23,6 +23,16 @@ class Landing:
         return self.buffer.tolist()
 
 
+def download(source: Tensor) -> Landing:
+    """Copy `source`, int32, to a host buffer of its own, in stream order: for what is too rare and too large for a ring."""
+    buffer = torch.empty(source.numel(), dtype=torch.int32, pin_memory=source.is_cuda)
+    buffer.copy_(source.flatten(), non_blocking=True)
+    event = torch.cuda.Event() if source.is_cuda else None
+    if event is not None:
+        event.record()
+    return Landing(buffer, event)
+
+
 class PinnedRing:
     """`depth` int32 host buffers of `size` words. A buffer comes round again after `depth` uses,
     which must exceed what is in flight."""
@@ -42,10 +52,10 @@ class PinnedRing:
             event.record()
 
     def download(self, source: Tensor) -> Landing:
-        """Copy `source [n]` int32 to the host, in stream order."""
+        """Copy `source`, int32, to the host, in stream order."""
         buffer, event = self._next()
-        target = buffer[: len(source)]
-        target.copy_(source, non_blocking=True)
+        target = buffer[: source.numel()]
+        target.copy_(source.flatten(), non_blocking=True)
         if event is not None:
             event.record()
         return Landing(target, event)

@@ -1,27 +1,35 @@
 """Owns the way from logits to tokens on the device, without a host sync. Does not own the slots' parameters (decode_step) or
-the kernel that plays the plain draws on CUDA (ops.sampler).
+the kernels that play it on CUDA (ops.sampler, ops.full_sampler): here is their torch twin, which also plays it on the CPU.
 
 Random numbers are Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), one draw for each
 (request, position, id), so a seed fixes a request's numbers whatever else runs beside it.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from runtime.ops import Rows, SlotState
+from runtime.ops import HAS_BIAS, Rows, SlotState
 from runtime.ops.sampler import SamplerScratch, sample_rows
-from runtime.request import GREEDY_BELOW, SamplingParams
+from runtime.request import GREEDY_BELOW, MAX_LOGPROBS, Logprobs, SamplingParams
 
 Variant = Literal["plain", "full"]
-"""plain: greedy or temperature. full: filters too."""
+"""plain: greedy or temperature. full: penalties, bias, filters and log-probabilities too."""
 
 VARIANTS: tuple[Variant, ...] = ("plain", "full")
 
 NOT_FINITE = -1
 """The token of a row whose logits hold NaN or +Infinity: the engine ends that request with an error."""
+
+TOLD_WORDS = 2 + 2 * MAX_LOGPROBS
+"""int32 words that `full` tells of a draw: the token, its log-probability, ids of the best (-1: none), their log-probabilities;
+floats by their bits. `plain` tells the token alone."""
+
+MASS_ONE = 2.0**40
+"""The most probable id's weight in the integers that top_p counts in: sums that no order of summing can change."""
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -37,7 +45,7 @@ class Sampler:
         self._scratch: dict[tuple[int, int], SamplerScratch] = {}
 
     def draw(self, logits: Tensor, rows: Rows, state: SlotState, variant: Variant, pdl: bool = False) -> Tensor:
-        """Logits `[B, V]` float32 of the step's rows -> tokens `[B]` int32, and the slots' state advances; as `draw_torch`."""
+        """Logits `[B, V]` float32 of the step's rows -> what is told of each; the slots' state advances. As `draw_torch`."""
         if not logits.is_cuda or variant == "full":
             return draw_torch(logits, rows, state, variant)
         batch, vocab = logits.shape
@@ -49,7 +57,8 @@ class Sampler:
 
 def variant(params: Sequence[SamplingParams]) -> Variant:
     """The least work that serves every request of a batch; chosen on the host, when the batch changes."""
-    return "full" if any(p.filtered for p in params) else "plain"
+    full = any(p.filtered or p.penalised or p.logit_bias or p.logprobs is not None for p in params)
+    return "full" if full else "plain"
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
@@ -80,7 +89,8 @@ def uniform(seed: Tensor, choice: Tensor, position: Tensor, vocab_size: int) -> 
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits with dropped ids at -Infinity. Order: top_k, then top_p on what is left renormalised, then min_p.
+    """Logits with dropped ids at -Infinity. Order: top_k, then top_p on what is left renormalised, then min_p. Among equal
+    logits the lower id counts as the larger.
 
     Args:
         logits: `[B, V]` float32, already divided by the temperature.
@@ -89,12 +99,25 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     dropped = (rank >= top_k[:, None]) & (top_k[:, None] > 0)
-    p = torch.softmax(ordered.masked_fill(dropped, -torch.inf), dim=-1)
-    heavier = p.cumsum(dim=-1) - p  # what lies before a token; the one that crosses top_p stays
-    dropped |= (heavier >= top_p[:, None]) & (top_p[:, None] < 1)
-    dropped |= p < min_p[:, None] * p[:, :1]
+    weight = torch.exp(ordered - ordered[:, :1])
+    mass = (weight * MASS_ONE).long().masked_fill(dropped, 0)
+    reached = mass.cumsum(dim=-1)
+    wanted = (reached[:, -1].double() * top_p.double()).ceil().long().clamp(min=1)
+    heavier = reached - mass  # what lies before a token; the one that crosses top_p stays
+    dropped |= (heavier >= wanted[:, None]) & (top_p[:, None] < 1)
+    dropped |= weight < min_p[:, None]
     dropped[:, 0] = False
     return logits.masked_fill(dropped.gather(1, ids.argsort(dim=-1)), -torch.inf)
+
+
+def adjust(logits: Tensor, state: SlotState, at: Tensor) -> Tensor:
+    """Logits `[B, V]` of slots `at [B]` with penalties and bias."""
+    seen = state.seen[at]  # [B, V]
+    repetition = torch.where(seen > 0, state.repetition[at][:, None], 1.0)
+    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
+    count = seen >> 1
+    logits = logits - state.frequency[at][:, None] * count - state.presence[at][:, None] * (count > 0)
+    return logits + torch.where((state.flags[at] & HAS_BIAS)[:, None] != 0, state.bias[at], 0.0)
 
 
 def draw_torch(logits: Tensor, rows: Rows, state: SlotState, variant: Variant) -> Tensor:
@@ -105,15 +128,16 @@ def draw_torch(logits: Tensor, rows: Rows, state: SlotState, variant: Variant) -
         rows: whose tokens; an idle row's state stays as it is.
 
     Returns:
-        Tokens `[B]` int32, NOT_FINITE for a row whose logits are not finite (its slot is done).
+        Tokens `[B]` int32 of plain draws, `[B, TOLD_WORDS]` of full ones. The token is NOT_FINITE for a row whose logits are
+        not finite (its slot is done).
     """
     index = rows.positions + 1
     at = rows.slots.clamp(min=0).long()
     ends = state.end_ids[at]  # [B, 16]
     early = (index < state.min_position[at])[:, None] & (ends >= 0)
-    logits = logits.scatter_add(1, ends.clamp(min=0).long(), torch.where(early, -torch.inf, 0.0))
+    adjusted = adjust(logits, state, at) if variant == "full" else logits
     tokens = sample(
-        logits,
+        adjusted.scatter_add(1, ends.clamp(min=0).long(), torch.where(early, -torch.inf, 0.0)),
         variant,
         temperature=state.temperature[at],
         top_k=state.top_k[at],
@@ -128,7 +152,36 @@ def draw_torch(logits: Tensor, rows: Rows, state: SlotState, variant: Variant) -
     # Idle rows are aimed at slot 0 and must not touch it: their words are added as zero, the live ones as a difference.
     for words, new in ((state.token, tokens), (state.position, index), (state.done, done.int())):
         words.index_add_(0, at, torch.where(live, new - words[at], 0))
-    return tokens
+    if variant == "plain":
+        return tokens
+    twice = torch.where(live & (tokens >= 0), 2, 0).int()
+    state.seen.index_put_((at, tokens.clamp(min=0).long()), twice, accumulate=True)
+    return tell(logits, tokens)
+
+
+def tell(logits: Tensor, tokens: Tensor, top: int = MAX_LOGPROBS) -> Tensor:
+    """What is told of tokens `[N]` under the model's logits `[N, V]` float32: `[N, TOLD_WORDS]` int32, `top` of the best."""
+    log_total = logits.logsumexp(dim=-1, keepdim=True)
+    log_total = log_total.masked_fill(log_total.isinf(), torch.nan)
+    bits = torch.where(logits == 0, 0.0, logits).view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as the floats are; then the lower id first
+    key = (ordered << 31) - torch.arange(logits.shape[1], device=logits.device)
+    ids = key.topk(min(top, logits.shape[1])).indices
+    told = torch.full((len(logits), TOLD_WORDS), -1, dtype=torch.int32, device=logits.device)
+    told[:, 0] = tokens
+    own = logits.gather(1, tokens.clamp(min=0).long()[:, None]) - log_total
+    told[:, 1:2] = own.view(torch.int32)
+    told[:, 2 : 2 + ids.shape[1]] = ids
+    best = 2 + MAX_LOGPROBS
+    told[:, best : best + ids.shape[1]] = (logits.gather(1, ids) - log_total).view(torch.int32)
+    return told
+
+
+def read_told(words: Sequence[int], top: int) -> Logprobs:
+    """One row of `tell` on the host, as far as `top` alternatives."""
+    floats = struct.unpack(f"<{TOLD_WORDS}f", struct.pack(f"<{TOLD_WORDS}i", *words))
+    pairs = zip(words[2 : 2 + MAX_LOGPROBS], floats[2 + MAX_LOGPROBS :], strict=True)
+    return Logprobs(floats[1], tuple((token, value) for token, value in pairs if token >= 0)[:top])
 
 
 def sample(

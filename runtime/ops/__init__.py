@@ -15,10 +15,13 @@ from runtime.errors import ConfigError
 OPS_SETS = ("fused", "unfused")
 
 STATE_WIDTH = 32
-"""int32 words of one slot's state; 28 are in use."""
+"""int32 words of one slot's state."""
 
 MAX_END_IDS = 16
 """End ids a slot can hold; runtime.request refuses more."""
+
+HAS_BIAS, WANTS_LOGPROBS = 1, 2
+"""Bits of SlotState.flags."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class SlotState:
-    """Device state by slot. One packed int32 tensor `[slots, 32]`, so that a request arrives in one copy; the rest are views.
+    """Device state by slot. One packed int32 tensor `[slots, 32]`, so that a request arrives in one copy; the rest are views,
+    but for two tables of 4 bytes an id, which are written only for requests that ask for penalties or a bias.
 
     Attributes:
         token: last token known, `[slots]`; position: the index it will be written at.
@@ -48,6 +52,9 @@ class SlotState:
         done: not zero once an end id or the limit was drawn; the slot's rows are idle from then on.
         end_ids: `[slots, 16]`, -1 where unused.
         seed `[slots, 2]`, choice, top_k int32; temperature, top_p, min_p float32.
+        repetition, presence, frequency: the penalties, float32; flags: HAS_BIAS and WANTS_LOGPROBS.
+        seen: `[slots, V]` int32, twice the times an id was drawn, and one more if the prompt holds it; bias: `[slots, V]`
+            float32. A slot whose request has no penalties, or no bias, may hold an earlier owner's: it is not read.
     """
 
     packed: Tensor
@@ -63,9 +70,16 @@ class SlotState:
     top_p: Tensor
     min_p: Tensor
     end_ids: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    flags: Tensor
+    seen: Tensor
+    bias: Tensor
 
     @classmethod
-    def allocate(cls, slots: int, device: torch.device) -> "SlotState":
+    def allocate(cls, slots: int, device: torch.device, vocab: int = 0) -> "SlotState":
+        """State of `slots` slots; `vocab` 0 where no draw is `full`. 8 * V bytes a slot (1 MB of 128k ids) beside 128."""
         packed = torch.zeros((slots, STATE_WIDTH), dtype=torch.int32, device=device)
         words, floats = packed.unbind(1), packed.view(torch.float32).unbind(1)
         return cls(
@@ -82,6 +96,12 @@ class SlotState:
             top_p=floats[10],
             min_p=floats[11],
             end_ids=packed[:, 12 : 12 + MAX_END_IDS],
+            repetition=floats[28],
+            presence=floats[29],
+            frequency=floats[30],
+            flags=words[31],
+            seen=torch.zeros((slots, vocab), dtype=torch.int32, device=device),
+            bias=torch.zeros((slots, vocab), dtype=torch.float32, device=device),
         )
 
 

@@ -137,7 +137,7 @@ def test_rows_of_a_mixed_batch_keep_their_own_parameters():
     logits[1, 7] = float("nan")
     tokens = sample(
         logits,
-        "filtered",
+        "full",
         temperature=torch.tensor([0.0, 1.0, 1.0]),
         top_k=torch.tensor([0, 0, 1], dtype=torch.int32),
         top_p=torch.ones(3),
