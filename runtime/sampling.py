@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.ops import HAS_BIAS, Rows, SlotState
+from runtime.ops.full_sampler import FullScratch, sample_full
 from runtime.ops.sampler import SamplerScratch, sample_rows
 from runtime.request import GREEDY_BELOW, MAX_LOGPROBS, Logprobs, SamplingParams
 
@@ -37,18 +38,26 @@ _LOW = 0xFFFFFFFF
 
 
 class Sampler:
-    """Draws a step's tokens: in one launch where no filter is asked for and the device is CUDA, else in torch."""
+    """Draws a step's tokens: on CUDA in one launch, or in a few dozen small ones where more than a temperature is asked for;
+    in torch on the CPU."""
 
     launches = 1
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, int], SamplerScratch] = {}
+        self._full: dict[tuple[int, int], FullScratch] = {}
 
     def draw(self, logits: Tensor, rows: Rows, state: SlotState, variant: Variant, pdl: bool = False) -> Tensor:
         """Logits `[B, V]` float32 of the step's rows -> what is told of each; the slots' state advances. As `draw_torch`."""
-        if not logits.is_cuda or variant == "full":
+        if not logits.is_cuda:
             return draw_torch(logits, rows, state, variant)
         batch, vocab = logits.shape
+        if variant == "full":
+            slots = len(state.packed)  # no batch is larger
+            if (slots, vocab) not in self._full:
+                self._full[slots, vocab] = FullScratch.make(slots, vocab, logits.device)
+            told = torch.empty((batch, TOLD_WORDS), dtype=torch.int32, device=logits.device)
+            return sample_full(logits, rows, state, self._full[slots, vocab], told, pdl)
         if (batch, vocab) not in self._scratch:
             self._scratch[batch, vocab] = SamplerScratch.make(batch, vocab, logits.device)
         out = torch.empty(batch, dtype=torch.int32, device=logits.device)
@@ -167,13 +176,14 @@ def tell(logits: Tensor, tokens: Tensor, top: int = MAX_LOGPROBS) -> Tensor:
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as the floats are; then the lower id first
     key = (ordered << 31) - torch.arange(logits.shape[1], device=logits.device)
     ids = key.topk(min(top, logits.shape[1])).indices
+    values = logits.gather(1, ids)
     told = torch.full((len(logits), TOLD_WORDS), -1, dtype=torch.int32, device=logits.device)
     told[:, 0] = tokens
     own = logits.gather(1, tokens.clamp(min=0).long()[:, None]) - log_total
     told[:, 1:2] = own.view(torch.int32)
-    told[:, 2 : 2 + ids.shape[1]] = ids
+    told[:, 2 : 2 + ids.shape[1]] = ids.masked_fill(values == -torch.inf, -1)
     best = 2 + MAX_LOGPROBS
-    told[:, best : best + ids.shape[1]] = (logits.gather(1, ids) - log_total).view(torch.int32)
+    told[:, best : best + ids.shape[1]] = (values - log_total).view(torch.int32)
     return told
 
 

@@ -17,7 +17,7 @@ GREEDY_BELOW = tl.constexpr(1e-5) if hasattr(tl, "exp") else 1e-5
 
 
 @triton.jit
-def _log(x, INTERPRETED: tl.constexpr):
+def log(x, INTERPRETED: tl.constexpr):
     """Natural logarithm to the last bit or so: `tl.log` is an approximation on the GPU, far off for x just under 1."""
     if INTERPRETED:
         return tl.log(x)
@@ -38,13 +38,50 @@ def _gumbel(ids, position, seed_low, seed_high, choice, INTERPRETED: tl.constexp
         10,
     )
     uniform = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23
-    return -_log(-_log(uniform, INTERPRETED), INTERPRETED)
+    return -log(-log(uniform, INTERPRETED), INTERPRETED)
 
 
 @triton.jit
-def _lowest(scores, ids):
+def lowest(scores, ids):
     """The maximum's id, the lowest where several are equal."""
     return tl.min(tl.where(scores == tl.max(scores, 0), ids, 2147483647), 0)
+
+
+@triton.jit
+def block_winner(x, ids, index, seed_low, seed_high, choice, temperature, INTERPRETED: tl.constexpr):
+    """A block's largest logit, and the id that wins its draw."""
+    best = tl.max(x, 0)
+    scores = x
+    if temperature >= GREEDY_BELOW:
+        noise = _gumbel(ids, index, seed_low, seed_high, choice, INTERPRETED)
+        scores = tl.div_rn(x - tl.where(best > float("-inf"), best, 0.0), tl.zeros_like(x) + temperature) + noise
+    return best, lowest(scores, ids)
+
+
+@triton.jit
+def settle(
+    x_ptr, best_ptr, winner_ptr, at, index, token_ptr, position_ptr, done_ptr, limit_ptr, end_ids_ptr,
+    seed_low, seed_high, choice, temperature,
+    ENDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A row's token, from its blocks' winners by the twin's own formula; the slot at word `at` of the state advances."""
+    blocks = tl.arange(0, BLOCKS_PAD)
+    mask = blocks < BLOCKS
+    block_best = tl.load(best_ptr + blocks, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    best = tl.max(block_best, 0)
+    ids = tl.load(winner_ptr + blocks, mask=mask, other=0, cache_modifier=".cg")
+    scores = tl.load(x_ptr + ids, mask=mask & (block_best > float("-inf")), other=float("-inf"))
+    if temperature >= GREEDY_BELOW:
+        noise = _gumbel(ids, index, seed_low, seed_high, choice, INTERPRETED)
+        scores = tl.div_rn(scores - best, tl.zeros_like(scores) + temperature) + noise
+    token = lowest(scores, tl.where(mask, ids, 2147483647))
+    token = tl.where((best > float("-inf")) & (best < float("inf")), token, -1)
+    ends = tl.load(end_ids_ptr + at + tl.arange(0, ENDS))
+    done = (tl.max((ends == token).to(tl.int32), 0) != 0) | (index >= tl.load(limit_ptr + at)) | (token < 0)
+    tl.store(token_ptr + at, token)
+    tl.store(position_ptr + at, index)
+    tl.store(done_ptr + at, done.to(tl.int32))
+    return token
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -81,8 +118,6 @@ def _sampler_kernel(
     index = tl.load(positions_ptr + row) + 1  # of the token being drawn
     at = tl.maximum(slot, 0) * STATE_WIDTH
     temperature = tl.load(temperature_ptr + at)
-    greedy = temperature < GREEDY_BELOW
-    divisor = tl.maximum(temperature, GREEDY_BELOW)
     seed_low = tl.load(seed_ptr + at)
     seed_high = tl.load(seed_ptr + at + 1)
     choice = tl.load(choice_ptr + at)
@@ -99,12 +134,7 @@ def _sampler_kernel(
     if index < tl.load(min_position_ptr + at):
         for e in tl.static_range(ENDS):
             logits = tl.where(ids == tl.load(end_ids_ptr + at + e), float("-inf"), logits)
-    best = tl.max(logits, 0)
-    scores = logits
-    if not greedy:
-        noise = _gumbel(ids, index, seed_low, seed_high, choice, INTERPRETED)
-        scores = tl.div_rn(logits - tl.where(best > float("-inf"), best, 0.0), tl.zeros_like(logits) + divisor) + noise
-    winner = _lowest(scores, ids)
+    best, winner = block_winner(logits, ids, index, seed_low, seed_high, choice, temperature, INTERPRETED)
 
     # The last block of a row to arrive compares the blocks' winners.
     cell = row * BLOCKS + block
@@ -112,23 +142,12 @@ def _sampler_kernel(
     tl.store(winner_ptr + cell, winner)
     tl.debug_barrier()  # Triton 3.6 lets the atomic overtake other warps' stores
     if tl.atomic_add(counter_ptr + row, 1, sem="acq_rel") == BLOCKS - 1:
-        blocks = tl.arange(0, BLOCKS_PAD)
-        mask = blocks < BLOCKS
-        best = tl.max(tl.load(best_ptr + row * BLOCKS + blocks, mask=mask, other=float("-inf"), cache_modifier=".cg"), 0)
-        ids_of = tl.load(winner_ptr + row * BLOCKS + blocks, mask=mask, other=0, cache_modifier=".cg")
-        block_best = tl.load(best_ptr + row * BLOCKS + blocks, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        scores_of = tl.load(logits_ptr + ids_of, mask=mask & (block_best > float("-inf")), other=float("-inf"))
-        if not greedy:
-            noise_of = _gumbel(ids_of, index, seed_low, seed_high, choice, INTERPRETED)
-            scores_of = tl.div_rn(scores_of - best, tl.zeros_like(scores_of) + divisor) + noise_of
-        token = _lowest(scores_of, tl.where(mask, ids_of, 2147483647))
-        token = tl.where((best > float("-inf")) & (best < float("inf")), token, -1)
-        ends = tl.load(end_ids_ptr + at + tl.arange(0, ENDS))
-        done = (tl.max((ends == token).to(tl.int32), 0) != 0) | (index >= tl.load(limit_ptr + at)) | (token < 0)
+        token = settle(
+            logits_ptr, best_ptr + row * BLOCKS, winner_ptr + row * BLOCKS, at, index,
+            token_ptr, position_ptr, done_ptr, limit_ptr, end_ids_ptr, seed_low, seed_high, choice, temperature,
+            ENDS, BLOCKS, BLOCKS_PAD, INTERPRETED,
+        )  # fmt: skip
         tl.store(out_ptr + row, token)
-        tl.store(token_ptr + at, token)
-        tl.store(position_ptr + at, index)
-        tl.store(done_ptr + at, done.to(tl.int32))
         tl.store(counter_ptr + row, 0)
 
 

@@ -20,7 +20,7 @@ from models.layout import pieces
 from runtime.decode_step import DecodeStep
 from runtime.kv_cache import KVCache
 from runtime.ops import SlotState, load_ops
-from runtime.sampling import Sampler
+from runtime.sampling import Sampler, Variant
 
 CUDA = torch.device("cuda", 0)
 PROCESSORS = 132
@@ -46,7 +46,9 @@ class Launch:
         return self.kernel.fn.__name__
 
 
-def played_step(shape: ModelConfig, ops: str, batch: int, capacity: int = 8192, pdl: bool = True) -> list[Launch | str]:
+def played_step(
+    shape: ModelConfig, ops: str, batch: int, capacity: int = 8192, pdl: bool = True, draw: Variant = "plain"
+) -> list[Launch | str]:
     """Triton launches, and names of torch's operations that run on the device, of one step in their order: the second step,
     since the first one makes its workspaces."""
     slots = torch.zeros(batch, dtype=torch.int32, device="meta")
@@ -57,12 +59,12 @@ def played_step(shape: ModelConfig, ops: str, batch: int, capacity: int = 8192, 
             size = (piece.row + piece.shape[0], *piece.shape[1:])
             weights[piece.target] = torch.empty(size, dtype=dtype, device=CUDA)
         cache = KVCache.allocate(shape.num_layers, batch, shape.num_kv_heads, capacity, shape.head_dim, dtype, CUDA)
-        state = SlotState.allocate(batch, torch.device("meta"))  # a torch without CUDA cannot index on it
+        state = SlotState.allocate(batch, torch.device("meta"), shape.vocab_size)  # a torch without CUDA cannot index on it
         state = replace(state, **{name: FakeTensor(mode, tensor, CUDA) for name, tensor in vars(state).items()})
         step = DecodeStep(Decoder(shape, weights, capacity), load_ops(ops, pdl), Sampler(), cache, state)
         for _ in range(2):
             told.clear()
-            step(FakeTensor(mode, slots, CUDA), "plain")
+            step(FakeTensor(mode, slots, CUDA), draw)
     return told
 
 
