@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.ops import HAS_BIAS, Rows, SlotState
-from runtime.ops.full_sampler import FullScratch, sample_full
+from runtime.ops.full_sampler import HIGHEST, LOWEST, FullScratch, sample_full
 from runtime.ops.sampler import SamplerScratch, sample_rows
 from runtime.request import GREEDY_BELOW, MAX_LOGPROBS, Logprobs, SamplingParams
 
@@ -99,16 +99,17 @@ def uniform(seed: Tensor, choice: Tensor, position: Tensor, vocab_size: int) -> 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Logits with dropped ids at -Infinity. Order: top_k, then top_p on what is left renormalised, then min_p. Among equal
-    logits the lower id counts as the larger.
+    logits the lower id counts as the larger; see ops.full_sampler for those that differ by 1e-6 or have no chance.
 
     Args:
         logits: `[B, V]` float32, already divided by the temperature.
         top_k: `[B]` int32, below 1 keeps all; top_p, min_p: `[B]` float32.
     """
-    ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+    scaled = logits - logits.amax(dim=-1, keepdim=True)
+    ids = (scaled + HIGHEST).clamp(min=LOWEST).sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(logits.shape[1], device=logits.device)
     dropped = (rank >= top_k[:, None]) & (top_k[:, None] > 0)
-    weight = torch.exp(ordered - ordered[:, :1])
+    weight = scaled.gather(1, ids).exp()
     mass = (weight * MASS_ONE).long().masked_fill(dropped, 0)
     reached = mass.cumsum(dim=-1)
     wanted = (reached[:, -1].double() * top_p.double()).ceil().long().clamp(min=1)

@@ -18,7 +18,7 @@ from runtime.ops._gemv import dot_dtype, launch_options, let_next_start, wait_fo
 from runtime.ops._triton import tl, triton
 from runtime.ops.sampler import BLOCK, GREEDY_BELOW, block_winner, log, settle
 
-CHUNK = 256
+CHUNK = 128
 """Ids tallied at a time."""
 
 PART_BITS = 6
@@ -28,14 +28,18 @@ LISTED = 32
 
 WORDS = 8
 """Of an interval, int64: 0 its least key, 1 log2 of a part's size, 2 its size, 3 what lies above it, 4 what is to be reached, 5
-what is searched for."""
+what is searched for, 6 the bits of the row's largest adjusted logit."""
 
 _const = tl.constexpr if hasattr(tl, "exp") else int
 FOUND, COUNT, SHARE, MASS = _const(0), _const(1), _const(2), _const(3)
 BINS = _const(1 << PART_BITS)
 BIN_BITS = _const(PART_BITS)
-BEST, LEAST, RAW_BEST, RAW_LEAST, RAW_SUM, KEPT = (_const(i) for i in range(6))
-PARTIALS = _const(6)
+BEST, RAW_BEST, RAW_LEAST, RAW_SUM, KEPT = (_const(i) for i in range(5))
+PARTIALS = _const(5)
+HIGHEST, LOWEST = -2.0, -31.9
+"""Scaled logits are ranked once the best is moved to -2 and all under -31.9 are lifted to it: four octaves of floats, which
+their bits divide evenly. What that ties differs by 1e-6 at most, or has no chance: the draw's noise spans 20."""
+_HIGHEST, _LOWEST = _const(HIGHEST), _const(LOWEST)
 
 
 @triton.jit
@@ -48,8 +52,13 @@ def _key(values, ids, ID_BITS: tl.constexpr):
 
 @triton.jit
 def _scaled(values, best, temperature):
-    divisor = tl.zeros_like(values) + tl.maximum(temperature, GREEDY_BELOW)
-    return tl.div_rn(values - best, divisor)
+    return tl.div_rn(values - best, tl.zeros_like(values) + tl.maximum(temperature, GREEDY_BELOW))
+
+
+@triton.jit
+def _rank_key(scaled, ids, ID_BITS: tl.constexpr):
+    """The key that filters go by."""
+    return _key(tl.maximum(scaled + _HIGHEST, _LOWEST), ids, ID_BITS)
 
 
 @triton.jit
@@ -110,7 +119,6 @@ def _adjust_kernel(
             x = tl.where(ids == tl.load(end_ids_ptr + at + e), float("-inf"), x)
     tl.store(adjusted_ptr + row * vocab + ids, x, mask=mask)
     tl.store(partial_ptr + BEST * BLOCKS, tl.where(broken, float("inf"), tl.max(x, 0)))
-    tl.store(partial_ptr + LEAST * BLOCKS, tl.min(tl.where(x == float("-inf"), float("inf"), x), 0))
     if block == 0:
         words = tl.arange(0, 4 * BINS)  # of both searches
         tl.store(tally_ptr + row * 4 * BINS + words, tl.zeros_like(words).to(tl.int64))
@@ -122,15 +130,14 @@ def _first(
     partial_ptr, row, search, flags, temperature, top_k, top_p, vocab,
     ID_BITS: tl.constexpr, TOP: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """The interval before the first pass: of all finite values."""
+    """The interval before the first pass, and the largest adjusted logit."""
     best = _over(partial_ptr, row, BEST, BLOCKS, BLOCKS_PAD, False)
     if search == 0:
-        count = ((top_k > 0) & (top_k < vocab)).to(tl.int64)
-        kind = tl.where(count != 0, COUNT, tl.where(top_p < 1, SHARE, FOUND))
+        kind = tl.where((top_k > 0) & (top_k < vocab), COUNT, tl.where(top_p < 1, SHARE, FOUND))
         kind = tl.where(temperature < GREEDY_BELOW, FOUND, kind)
         target = top_k.to(tl.int64)
-        least = _scaled(_over(partial_ptr, row, LEAST, BLOCKS, BLOCKS_PAD, True), best, temperature)
-        high = best * 0.0
+        least = tl.full((), _LOWEST, tl.float32)
+        high = tl.full((), _HIGHEST, tl.float32)
     else:
         kind = tl.where((flags & 2) != 0, COUNT, FOUND)
         target = tl.full((), TOP, tl.int64)
@@ -140,7 +147,7 @@ def _first(
     lo = _key(least, (1 << ID_BITS) - 1, ID_BITS)
     size = _key(high, 0, ID_BITS) - lo + 1
     lo = tl.where(kind == FOUND, -(1 << 62), lo)
-    return lo, _part_bits(size), size, tl.zeros_like(lo), target, kind
+    return lo, _part_bits(size), size, tl.zeros_like(lo), target, kind, best
 
 
 @triton.jit
@@ -153,6 +160,7 @@ def _narrowed(interval_ptr, tally_ptr, top_p, ID_BITS: tl.constexpr):
     above = tl.load(interval_ptr + 3)
     target = tl.load(interval_ptr + 4)
     kind = tl.load(interval_ptr + 5)
+    best = tl.load(interval_ptr + 6).to(tl.int32).to(tl.float32, bitcast=True)
     if kind != FOUND:
         bins = tl.arange(0, BINS)
         counts = tl.load(tally_ptr + 2 * bins)
@@ -169,11 +177,27 @@ def _narrowed(interval_ptr, tally_ptr, top_p, ID_BITS: tl.constexpr):
         found = alone | (shift == 0) | ((kind == COUNT) & (last == target))
         again = found & (kind == COUNT) & (top_p < 1)
         lo += part.to(tl.int64) << shift
-        size = tl.where(again, (1 << ID_BITS) - lo, tl.full((), 1, tl.int64) << shift)
+        high = _key(tl.full((), _HIGHEST, tl.float32), 0, ID_BITS)
+        size = tl.where(again, high - lo + 1, tl.full((), 1, tl.int64) << shift)
         above = tl.where(again, 0, last - tl.sum(tl.where(here, stats, 0), 0))
         shift = tl.where(again, _part_bits(size), tl.maximum(shift - BIN_BITS, 0))
         kind = tl.where(again, SHARE, tl.where(found, FOUND, tl.where(kind == SHARE, MASS, kind))).to(tl.int64)
-    return lo, shift, size, above, target, kind
+    return lo, shift, size, above, target, kind, best
+
+
+@triton.jit
+def _weighed(logits_ptr, adjusted_ptr, search, row, ids, vocab, best, temperature, ID_BITS: tl.constexpr):
+    """Keys of ids, and their masses in units of 2^-40 of the best's."""
+    if search == 0:
+        x = tl.load(adjusted_ptr + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
+        scaled = _scaled(x, best, temperature)
+        key = tl.where(ids < vocab, _rank_key(scaled, ids, ID_BITS), -(1 << 62))
+        mass = (tl.exp(scaled) * 1099511627776.0).to(tl.int64)
+    else:
+        x = tl.load(logits_ptr + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
+        key = _key(x, ids, ID_BITS)
+        mass = tl.zeros_like(key)
+    return key, mass
 
 
 @triton.jit(do_not_specialize=["vocab", "turn", "rows"])
@@ -198,14 +222,14 @@ def _narrow_kernel(
     top_p = tl.where(search == 0, tl.load(top_p_ptr + at), 1.0)
     cell = 2 * row + search
     if FIRST:
-        lo, shift, size, above, target, kind = _first(
+        lo, shift, size, above, target, kind, best = _first(
             partial_ptr, row, search, tl.load(flags_ptr + at), temperature, tl.load(top_k_ptr + at), top_p, vocab,
             ID_BITS, TOP, BLOCKS, BLOCKS_PAD,
         )  # fmt: skip
     else:
         before = interval_ptr + ((turn + 1) % 2 * 2 * rows + cell) * WORDS
         tallied = tally_ptr + ((turn + 2) % 3 * 2 * rows + cell) * 2 * BINS
-        lo, shift, size, above, target, kind = _narrowed(before, tallied, top_p, ID_BITS)
+        lo, shift, size, above, target, kind, best = _narrowed(before, tallied, top_p, ID_BITS)
     bins = tl.arange(0, BINS)
     if block == 0:
         now = interval_ptr + (turn % 2 * 2 * rows + cell) * WORDS
@@ -215,34 +239,31 @@ def _narrow_kernel(
         tl.store(now + 3, above)
         tl.store(now + 4, target)
         tl.store(now + 5, kind)
+        tl.store(now + 6, best.to(tl.int32, bitcast=True).to(tl.int64))
         following = tally_ptr + ((turn + 1) % 3 * 2 * rows + cell) * 2 * BINS
         tl.store(following + 2 * bins, tl.zeros_like(bins).to(tl.int64))
         tl.store(following + 2 * bins + 1, tl.zeros_like(bins).to(tl.int64))
     if kind == FOUND:
         return
 
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    key, _ = _weighed(logits_ptr, adjusted_ptr, search, row, ids, vocab, best, temperature, ID_BITS)
+    if tl.max(((key >= lo) & (key - lo < size)).to(tl.int32), 0) == 0:
+        return
+
     # A tally is a product of matrices: which part an id falls into, times its mass byte by byte (and a 1, to be counted). Bytes
     # are exact in bfloat16 and their sums in float32.
-    best = _over(partial_ptr, row, BEST, BLOCKS, BLOCKS_PAD, False)
     column = tl.arange(0, 16)
     sums = tl.zeros((BINS, 16), tl.float32)
     for c in tl.static_range(BLOCK // CHUNK):
         ids = block * BLOCK + c * CHUNK + tl.arange(0, CHUNK)
-        if search == 0:
-            x = tl.load(adjusted_ptr + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
-            x = _scaled(x, best, temperature)
-            mass = (tl.exp(x) * 1099511627776.0).to(tl.int64)  # 2^40
-        else:
-            x = tl.load(logits_ptr + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
-            mass = tl.zeros((CHUNK,), tl.int64)
-        offset = _key(x, ids, ID_BITS) - lo
-        inside = (offset >= 0) & (offset < size)
-        if tl.max(inside.to(tl.int32), 0) != 0:
-            part = tl.where(inside, offset >> shift, -1).to(tl.int32)
-            parts = (bins[:, None] == part[None, :]).to(tl.float32).to(DOT)
-            byte = (mass[:, None] >> (8 * tl.minimum(column, 7))[None, :]) & 255
-            byte = tl.where((column == 8)[None, :], 1, tl.where((column < 6)[None, :], byte, 0))
-            sums = tl.dot(parts, byte.to(tl.float32).to(DOT), sums, input_precision="ieee")
+        key, mass = _weighed(logits_ptr, adjusted_ptr, search, row, ids, vocab, best, temperature, ID_BITS)
+        offset = key - lo
+        part = tl.where((offset >= 0) & (offset < size), offset >> shift, -1).to(tl.int32)
+        parts = (bins[:, None] == part[None, :]).to(tl.float32).to(DOT)
+        byte = (mass[:, None] >> (8 * tl.minimum(column, 7))[None, :]) & 255
+        byte = tl.where((column == 8)[None, :], 1, tl.where((column < 6)[None, :], byte, 0))
+        sums = tl.dot(parts, byte.to(tl.float32).to(DOT), sums, input_precision="ieee")
     count = tl.sum(tl.where((column == 8)[None, :], sums, 0.0), 1).to(tl.int64)
     weighed = tl.where((column < 6)[None, :], sums, 0.0).to(tl.int64) << (8 * tl.minimum(column, 7))[None, :]
     tally = tally_ptr + (turn % 3 * 2 * rows + cell) * 2 * BINS + 2 * bins
@@ -269,21 +290,20 @@ def _pick_kernel(
     interval = interval_ptr + ((turn + 1) % 2 * 2 * rows + 2 * row) * WORDS
     tallied = tally_ptr + ((turn + 2) % 3 * 2 * rows + 2 * row) * 2 * BINS
     temperature = tl.load(temperature_ptr + at)
-    best = _over(partial_ptr, row, BEST, BLOCKS, BLOCKS_PAD, False)
+    lo, _shift, _size, _above, _target, _kind, best = _narrowed(interval, tallied, tl.load(top_p_ptr + at), ID_BITS)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     mask = ids < vocab
     if (tl.load(flags_ptr + at) & 2) != 0:
-        lo, _, _, _, _, _ = _narrowed(interval + WORDS, tallied + 2 * BINS, tl.full((), 1.0, tl.float32), ID_BITS)
+        raw_lo = _narrowed(interval + WORDS, tallied + 2 * BINS, tl.full((), 1.0, tl.float32), ID_BITS)[0]
         x = tl.load(logits_ptr + row * vocab + ids, mask=mask, other=float("-inf"))
-        listed = (_key(x, ids, ID_BITS) >= lo) & (x > float("-inf"))
+        listed = (_key(x, ids, ID_BITS) >= raw_lo) & (x > float("-inf"))
         if tl.max(listed.to(tl.int32), 0) != 0:
             place = tl.atomic_add(length_ptr + row + ids * 0, 1, mask=listed, sem="relaxed")
             tl.store(listed_ptr + row * LISTED + place, ids, mask=listed & (place < LISTED))
     x = tl.load(adjusted_ptr + row * vocab + ids, mask=mask, other=float("-inf"))
     if temperature >= GREEDY_BELOW:
-        lo, _, _, _, _, _ = _narrowed(interval, tallied, tl.load(top_p_ptr + at), ID_BITS)
         scaled = _scaled(x, best, temperature)
-        kept = (_key(scaled, ids, ID_BITS) >= lo) & (tl.exp(scaled) >= tl.load(min_p_ptr + at))
+        kept = (_rank_key(scaled, ids, ID_BITS) >= lo) & (tl.exp(scaled) >= tl.load(min_p_ptr + at))
         x = tl.where(kept, x, float("-inf"))
     index = tl.load(positions_ptr + row) + 1
     seed_low, seed_high, choice = tl.load(seed_ptr + at), tl.load(seed_ptr + at + 1), tl.load(choice_ptr + at)
@@ -342,7 +362,7 @@ def _tell_kernel(
 @dataclass(frozen=True)
 class FullScratch:
     """What passes from launch to launch, for at most `rows` rows: logits with penalties and bias `[rows, V]`; the blocks'
-    partial values `[rows, 6, blocks]` and winners; intervals of two passes, tallies of three; ids of the best, in no order."""
+    partial values `[rows, 5, blocks]` and winners; intervals of two passes, tallies of three; ids of the best, in no order."""
 
     adjusted: Tensor
     partial: Tensor
@@ -357,7 +377,7 @@ class FullScratch:
         blocks = triton.cdiv(vocab, BLOCK)
         return cls(
             torch.empty((rows, vocab), dtype=torch.float32, device=device),
-            torch.empty((rows, 6, blocks), dtype=torch.float32, device=device),
+            torch.empty((rows, 5, blocks), dtype=torch.float32, device=device),
             torch.empty((rows, blocks), dtype=torch.int32, device=device),
             torch.zeros((2, rows, 2, WORDS), dtype=torch.int64, device=device),
             torch.zeros((3, rows, 2, 1 << PART_BITS, 2), dtype=torch.int64, device=device),
@@ -367,10 +387,10 @@ class FullScratch:
 
 
 def passes(vocab: int) -> int:
-    """Passes that find any threshold: float bits without the sign (scaled logits are below 0) and the id's, twice since top_p
-    may come behind top_k. Most are found in a few; those that are left then end at once."""
-    bits = 31 + _id_bits(vocab)
-    return 2 * triton.cdiv(bits, PART_BITS)
+    """Passes that find any threshold: of scaled logits 25 bits and the id's, twice since top_p may come behind top_k; of raw
+    ones 32. Most are found in a few; those that are left then end at once."""
+    bits = _id_bits(vocab)
+    return max(2 * triton.cdiv(25 + bits, PART_BITS), triton.cdiv(32 + bits, PART_BITS))
 
 
 def _id_bits(vocab: int) -> int:
@@ -421,7 +441,7 @@ def sample_full(
             WORDS=WORDS,
             FIRST=turn == 0,
             BLOCK=BLOCK,
-            CHUNK=CHUNK,
+            CHUNK=BLOCK if interpreted else CHUNK,
             BLOCKS_PAD=pad,
             DOT=dot_dtype(torch.bfloat16, interpreted),
             **shape,

@@ -96,7 +96,8 @@ def play(logits, state, slots, draws=DRAWS):
 @pytest.mark.parametrize("vocab", [7, 1100] if INTERPRETED else [7, 1100, 32_000, 128_256, 152_064])
 def test_every_mix_of_options_draws_and_tells_as_the_twin(vocab, seed):
     generator = torch.Generator().manual_seed(seed)
-    play(3 * torch.randn(SLOTS + 1, vocab, generator=generator), state_of(vocab, generator), [3, -1, 0, 5, 1, 2, 4, 6, 7])
+    slots = [[3, -1, 0, 5, 1], [2, 4, 6, 7, -1]][seed % 2]
+    play(3 * torch.randn(len(slots), vocab, generator=generator), state_of(vocab, generator), slots)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30] if INTERPRETED else [0.0, 1e-30, 1.0, 1e30])
@@ -110,20 +111,24 @@ def test_ties_denormals_and_huge_logits_are_told_apart_by_value_and_then_by_id(s
     logits = scale * torch.randn(SLOTS, vocab, generator=generator)
     logits[torch.rand(SLOTS, vocab, generator=generator) < 0.9] = scale
     logits[:, ::7] *= -1  # -0 is 0
-    play(logits, state, list(range(SLOTS)), draws=1 if INTERPRETED else 50)
+    play(logits[:4], state, [0, 1, 2, 5], draws=1 if INTERPRETED else 50)
+    if not INTERPRETED:
+        play(logits, state, list(range(SLOTS)), draws=50)
 
 
 def test_what_is_not_finite_and_what_is_banned():
     generator = torch.Generator().manual_seed(2)
     vocab = 1100
-    state = state_of(vocab, generator, flags=[2] * 8, top_p=[0.9] * 8, temperature=[1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0])
-    logits = torch.randn(SLOTS, vocab, generator=generator)
+    state = state_of(
+        vocab, generator, flags=[2] * SLOTS, top_p=[0.9] * SLOTS, temperature=[1.0, 1.0, 1.0, 1.0, 0.0] + 3 * [1.0]
+    )
+    logits = torch.randn(5, vocab, generator=generator)
     logits[0, 1050] = torch.nan
     logits[1, 3] = torch.inf
     logits[2] = -torch.inf
     logits[3, 5:] = -torch.inf
     logits[4, :1099] = -torch.inf
-    tokens = play(logits, state, list(range(SLOTS)), draws=1)[:, 0].tolist()
+    tokens = play(logits, state, list(range(5)), draws=1)[:, 0].tolist()
     assert tokens[:3] == [NOT_FINITE] * 3
     assert tokens[3] < 5
     assert tokens[4] == 1099
@@ -135,11 +140,11 @@ def test_rows_that_ask_for_nothing_draw_what_the_plain_kernel_draws(vocab):
     zeros, ones = [0.0] * SLOTS, [1.0] * SLOTS
     nothing = dict(top_k=[0] * SLOTS, top_p=ones, min_p=zeros, repetition=ones, presence=zeros, frequency=zeros)
     state = state_of(vocab, generator, **nothing, flags=[0, 2] * 4)
-    plain, slots = moved(state, vocab), torch.arange(SLOTS, dtype=torch.int32, device=DEVICE)
-    logits = torch.randn(SLOTS, vocab, generator=generator).to(DEVICE)
-    scratch = SamplerScratch.make(SLOTS, vocab, DEVICE)
+    plain, slots = moved(state, vocab), torch.arange(4, dtype=torch.int32, device=DEVICE)
+    logits = torch.randn(4, vocab, generator=generator).to(DEVICE)
+    scratch = SamplerScratch.make(4, vocab, DEVICE)
     for _ in range(DRAWS):
-        rows = Rows(slots, plain.position.clone())
+        rows = Rows(slots, plain.position[:4].clone())
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         told = play(logits, state, slots.tolist(), draws=1)
@@ -148,7 +153,7 @@ def test_rows_that_ask_for_nothing_draw_what_the_plain_kernel_draws(vocab):
 
 
 def test_any_threshold_is_found_in_the_passes_there_are():
-    assert [passes(vocab) for vocab in (2, 32_000, 128_256, 152_064)] == [12, 16, 16, 18]
+    assert [passes(vocab) for vocab in (2, 32_000, 128_256, 152_064)] == [10, 14, 14, 16]
 
 
 @pytest.mark.gpu
