@@ -161,27 +161,26 @@ def _narrowed(interval_ptr, tally_ptr, top_p, ID_BITS: tl.constexpr):
     target = tl.load(interval_ptr + 4)
     kind = tl.load(interval_ptr + 5)
     best = tl.load(interval_ptr + 6).to(tl.int32).to(tl.float32, bitcast=True)
-    if kind != FOUND:
-        bins = tl.arange(0, BINS)
-        counts = tl.load(tally_ptr + 2 * bins)
-        masses = tl.load(tally_ptr + 2 * bins + 1)
-        stats = tl.where(kind == COUNT, counts, masses)
-        total = above + tl.sum(stats, 0)
-        wanted = tl.ceil(total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
-        target = tl.where(kind == SHARE, tl.maximum(wanted, 1), tl.minimum(target, total))
-        reached = total - tl.cumsum(stats, 0) + stats
-        part = tl.max(tl.where(reached >= target, bins, 0), 0)
-        here = bins == part
-        last = tl.sum(tl.where(here, reached, 0), 0)
-        alone = tl.sum(tl.where(here, counts, 0), 0) <= 1
-        found = alone | (shift == 0) | ((kind == COUNT) & (last == target))
-        again = found & (kind == COUNT) & (top_p < 1)
-        lo += part.to(tl.int64) << shift
-        high = _key(tl.full((), _HIGHEST, tl.float32), 0, ID_BITS)
-        size = tl.where(again, high - lo + 1, tl.full((), 1, tl.int64) << shift)
-        above = tl.where(again, 0, last - tl.sum(tl.where(here, stats, 0), 0))
-        shift = tl.where(again, _part_bits(size), tl.maximum(shift - BIN_BITS, 0))
-        kind = tl.where(again, SHARE, tl.where(found, FOUND, tl.where(kind == SHARE, MASS, kind))).to(tl.int64)
+    bins = tl.arange(0, BINS)
+    counts = tl.load(tally_ptr + 2 * bins)
+    masses = tl.load(tally_ptr + 2 * bins + 1)
+    stats = tl.where(kind == COUNT, counts, masses)
+    total = above + tl.sum(stats, 0)
+    wanted = tl.ceil(total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)
+    target = tl.where(kind == SHARE, tl.maximum(wanted, 1), tl.minimum(target, total))
+    reached = total - tl.cumsum(stats, 0) + stats
+    part = tl.max(tl.where(reached >= target, bins, 0), 0)
+    here = bins == part
+    last = tl.sum(tl.where(here, reached, 0), 0)
+    alone = tl.sum(tl.where(here, counts, 0), 0) <= 1
+    found = alone | (shift == 0) | ((kind == COUNT) & (last == target))
+    again = found & (kind == COUNT) & (top_p < 1)
+    lo = tl.where(kind == FOUND, lo, lo + (part.to(tl.int64) << shift))
+    size = tl.where(again, _key(tl.full((), _HIGHEST, tl.float32), 0, ID_BITS) - lo + 1, tl.full((), 1, tl.int64) << shift)
+    above = tl.where(again, 0, last - tl.sum(tl.where(here, stats, 0), 0))
+    shift = tl.where(again, _part_bits(size), tl.maximum(shift - BIN_BITS, 0))
+    after = tl.where(again, SHARE, tl.where(found, FOUND, tl.where(kind == SHARE, MASS, kind)))
+    kind = tl.where(kind == FOUND, FOUND, after).to(tl.int64)
     return lo, shift, size, above, target, kind, best
 
 
@@ -215,9 +214,7 @@ def _narrow_kernel(
     block = tl.program_id(1)
     search = tl.program_id(2)
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    if slot < 0:
-        return
-    at = slot * STATE_WIDTH
+    at = tl.maximum(slot, 0) * STATE_WIDTH  # no branch here: all loads are on their way at once
     temperature = tl.load(temperature_ptr + at)
     top_p = tl.where(search == 0, tl.load(top_p_ptr + at), 1.0)
     cell = 2 * row + search
@@ -243,7 +240,7 @@ def _narrow_kernel(
         following = tally_ptr + ((turn + 1) % 3 * 2 * rows + cell) * 2 * BINS
         tl.store(following + 2 * bins, tl.zeros_like(bins).to(tl.int64))
         tl.store(following + 2 * bins + 1, tl.zeros_like(bins).to(tl.int64))
-    if kind == FOUND:
+    if (kind == FOUND) | (slot < 0):
         return
 
     ids = block * BLOCK + tl.arange(0, BLOCK)

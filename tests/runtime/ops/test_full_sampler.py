@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device, or TRITON_INTERPRET=1 (test_interpreter.py)"
 )
 SLOTS = 8
-DRAWS = 2 if INTERPRETED else 200
+DRAWS = 1 if INTERPRETED else 200
 
 
 def state_of(vocab, generator, **words):
@@ -96,8 +96,9 @@ def play(logits, state, slots, draws=DRAWS):
 @pytest.mark.parametrize("vocab", [7, 1100] if INTERPRETED else [7, 1100, 32_000, 128_256, 152_064])
 def test_every_mix_of_options_draws_and_tells_as_the_twin(vocab, seed):
     generator = torch.Generator().manual_seed(seed)
-    slots = [[3, -1, 0, 5, 1], [2, 4, 6, 7, -1]][seed % 2]
-    play(3 * torch.randn(len(slots), vocab, generator=generator), state_of(vocab, generator), slots)
+    slots = [[3, -1, 0], [4, 6]][seed % 2] if INTERPRETED else [3, -1, 0, 5, 1, 2, 4, 6, 7]
+    logits = 3 * torch.randn(len(slots), vocab, generator=generator)
+    play(logits, state_of(vocab, generator), slots, draws=max(DRAWS, 2 - seed))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30] if INTERPRETED else [0.0, 1e-30, 1.0, 1e30])
@@ -111,9 +112,8 @@ def test_ties_denormals_and_huge_logits_are_told_apart_by_value_and_then_by_id(s
     logits = scale * torch.randn(SLOTS, vocab, generator=generator)
     logits[torch.rand(SLOTS, vocab, generator=generator) < 0.9] = scale
     logits[:, ::7] *= -1  # -0 is 0
-    play(logits[:4], state, [0, 1, 2, 5], draws=1 if INTERPRETED else 50)
-    if not INTERPRETED:
-        play(logits, state, list(range(SLOTS)), draws=50)
+    slots = [0, 2] if INTERPRETED and scale > 1 else [2, 5] if INTERPRETED else list(range(SLOTS))
+    play(logits[: len(slots)], state, slots, draws=1 if INTERPRETED else 50)
 
 
 def test_what_is_not_finite_and_what_is_banned():
@@ -140,11 +140,11 @@ def test_rows_that_ask_for_nothing_draw_what_the_plain_kernel_draws(vocab):
     zeros, ones = [0.0] * SLOTS, [1.0] * SLOTS
     nothing = dict(top_k=[0] * SLOTS, top_p=ones, min_p=zeros, repetition=ones, presence=zeros, frequency=zeros)
     state = state_of(vocab, generator, **nothing, flags=[0, 2] * 4)
-    plain, slots = moved(state, vocab), torch.arange(4, dtype=torch.int32, device=DEVICE)
-    logits = torch.randn(4, vocab, generator=generator).to(DEVICE)
-    scratch = SamplerScratch.make(4, vocab, DEVICE)
+    plain, slots = moved(state, vocab), torch.arange(2, dtype=torch.int32, device=DEVICE)
+    logits = torch.randn(2, vocab, generator=generator).to(DEVICE)
+    scratch = SamplerScratch.make(2, vocab, DEVICE)
     for _ in range(DRAWS):
-        rows = Rows(slots, plain.position[:4].clone())
+        rows = Rows(slots, plain.position[:2].clone())
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         told = play(logits, state, slots.tolist(), draws=1)
