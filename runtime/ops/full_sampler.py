@@ -30,16 +30,15 @@ WORDS = 8
 """Of an interval, int64: 0 its least key, 1 log2 of a part's size, 2 its size, 3 what lies above it, 4 what is to be reached, 5
 what is searched for, 6 the bits of the row's largest adjusted logit."""
 
-_const = tl.constexpr if hasattr(tl, "exp") else int
-FOUND, COUNT, SHARE, MASS = _const(0), _const(1), _const(2), _const(3)
-BINS = _const(1 << PART_BITS)
-BIN_BITS = _const(PART_BITS)
-BEST, RAW_BEST, RAW_LEAST, RAW_SUM, KEPT = (_const(i) for i in range(5))
-PARTIALS = _const(5)
+FOUND, COUNT, SHARE, MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+BINS = tl.constexpr(1 << PART_BITS)
+BIN_BITS = tl.constexpr(PART_BITS)
+BEST, RAW_BEST, RAW_LEAST, RAW_SUM, KEPT = (tl.constexpr(i) for i in range(5))
+PARTIALS = tl.constexpr(5)
 HIGHEST, LOWEST = -2.0, -31.9
 """Scaled logits are ranked once the best is moved to -2 and all under -31.9 are lifted to it: four octaves of floats, which
 their bits divide evenly. What that ties differs by 1e-6 at most, or has no chance: the draw's noise spans 20."""
-_HIGHEST, _LOWEST = _const(HIGHEST), _const(LOWEST)
+_HIGHEST, _LOWEST = tl.constexpr(HIGHEST), tl.constexpr(LOWEST)
 
 
 @triton.jit
@@ -387,7 +386,7 @@ def passes(vocab: int) -> int:
     """Passes that find any threshold: of scaled logits 25 bits and the id's, twice since top_p may come behind top_k; of raw
     ones 32. Most are found in a few; those that are left then end at once."""
     bits = _id_bits(vocab)
-    return max(2 * triton.cdiv(25 + bits, PART_BITS), triton.cdiv(32 + bits, PART_BITS))
+    return max(2 * -(-(25 + bits) // PART_BITS), -(-(32 + bits) // PART_BITS))
 
 
 def _id_bits(vocab: int) -> int:

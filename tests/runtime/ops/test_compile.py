@@ -2,6 +2,7 @@
 instructions that its speed or its safety rests on.
 """
 
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -133,6 +134,33 @@ def test_attention_asks_for_its_first_keys_and_values_before_the_wait(model, bat
         asked = sum(read.bytes for read in reads if read.before_wait) * 32 * launch.options["num_warps"]
         assert asked == shape["BLOCK"] * shape["D_PAD"] * 2
     assert "mma" in compiled.ptx
+
+
+@cache
+def full_draw(model: str) -> dict[str, Compiled]:
+    """The full sampler's kernels by name; the first pass over a search's interval is one of its own."""
+    played = played_step(replace(SHAPES[model], num_layers=1), "fused", 1, draw="full")
+    launches = [each for each in played if isinstance(each, Launch)][len(CALLS) - 1 :]
+    return {f"{each.name} {each.arguments.get('FIRST', '')}": compile_launch(each) for each in launches}
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "qwen2.5-7b"])
+def test_the_full_sampler_spills_nothing_and_each_of_its_kernels_waits_before_it_touches_memory(model):
+    kernels = full_draw(model)
+    assert len(kernels) == 5
+    for compiled in kernels.values():
+        fits(compiled)
+        assert compiled.ptx.count("griddepcontrol.launch_dependents") == compiled.ptx.count("griddepcontrol.wait") == 1
+        assert not [read for read in compiled.reads if read.before_wait]
+        wait = compiled.first("griddepcontrol.wait")
+        assert not [line for line in compiled.code[:wait] if line.startswith(("st.global", "atom", "red."))]
+
+
+def test_the_full_sampler_adds_integers_alone_where_blocks_meet():
+    """Atomic additions of floats would give other bits in another order."""
+    atomics = [line for each in full_draw("llama-3.1-8b").values() for line in each.code if line.startswith(("atom", "red."))]
+    assert atomics
+    assert not [line for line in atomics if re.search(r"\.(f|bf)\d", line)]
 
 
 @pytest.mark.parametrize("model", [*MODELS, WINDOWED])

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from models.config import ModelConfig
+from runtime.ops.full_sampler import passes
 from tests.checkpoints import tiny, tok_b
 from tests.runtime.ops.launches import Launch, played_step
 
@@ -36,6 +37,13 @@ def test_a_fused_layer_is_five_launches_of_four_kernels_and_nothing_else(batch):
     step = names(played_step(TINY, "fused", batch))
     assert step == ["embed", *LAYER * LAYERS, "norm_linear", "sampler"]
     assert len(set(LAYER)) == 4
+
+
+def test_a_full_draw_is_launches_alone_and_as_many_whatever_the_batch():
+    plain = names(played_step(TINY, "fused", 1))
+    for batch in (1, 16):
+        step = names(played_step(TINY, "fused", batch, draw="full"))
+        assert step == [*plain[:-1], "adjust", *["narrow"] * passes(TINY.vocab_size), "pick", "tell"]
 
 
 @pytest.mark.parametrize("batch", [1, 16])
