@@ -153,16 +153,17 @@ def _first(
 def _narrowed(interval_ptr, tally_ptr, top_p, ID_BITS: tl.constexpr):
     """The interval after a pass: the part in which the target is reached. A threshold is found where all of that part, or its
     one id, is wanted. Behind top_k, top_p is searched for in what is left."""
-    lo = tl.load(interval_ptr)
-    shift = tl.load(interval_ptr + 1)
-    size = tl.load(interval_ptr + 2)
-    above = tl.load(interval_ptr + 3)
-    target = tl.load(interval_ptr + 4)
-    kind = tl.load(interval_ptr + 5)
-    best = tl.load(interval_ptr + 6).to(tl.int32).to(tl.float32, bitcast=True)
+    # Past the first-level cache: under PDL a block two launches back may have filled it after this launch began.
+    lo = tl.load(interval_ptr, cache_modifier=".cg")
+    shift = tl.load(interval_ptr + 1, cache_modifier=".cg")
+    size = tl.load(interval_ptr + 2, cache_modifier=".cg")
+    above = tl.load(interval_ptr + 3, cache_modifier=".cg")
+    target = tl.load(interval_ptr + 4, cache_modifier=".cg")
+    kind = tl.load(interval_ptr + 5, cache_modifier=".cg")
+    best = tl.load(interval_ptr + 6, cache_modifier=".cg").to(tl.int32).to(tl.float32, bitcast=True)
     bins = tl.arange(0, BINS)
-    counts = tl.load(tally_ptr + 2 * bins)
-    masses = tl.load(tally_ptr + 2 * bins + 1)
+    counts = tl.load(tally_ptr + 2 * bins, cache_modifier=".cg")
+    masses = tl.load(tally_ptr + 2 * bins + 1, cache_modifier=".cg")
     stats = tl.where(kind == COUNT, counts, masses)
     total = above + tl.sum(stats, 0)
     wanted = tl.ceil(total.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64)

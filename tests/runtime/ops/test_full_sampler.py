@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device, or TRITON_INTERPRET=1 (test_interpreter.py)"
 )
 SLOTS = 8
-DRAWS = 1 if INTERPRETED else 200
+DRAWS = 1 if INTERPRETED else 100
 
 
 def state_of(vocab, generator, **words):
