@@ -86,14 +86,18 @@ def play(logits, state, slots, draws=DRAWS):
             if state.flags[at[row]] & WANTS_LOGPROBS:
                 assert ours[2:22].equal(theirs[2:22])
                 listed = ours[2:22] >= 0
-                torch.testing.assert_close(ours[22:][listed].view(torch.float32), theirs[22:][listed].view(torch.float32))
+                values = [words[22:][listed].view(torch.float32) for words in (ours, theirs)]
+                assert torch.allclose(*values, atol=1e-4)
             else:
                 assert (ours[2:] == -1).all()
     return told
 
 
-@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 12))
-@pytest.mark.parametrize("vocab", [7, 1100] if INTERPRETED else [7, 1100, 32_000, 128_256, 152_064])
+VOCABS = (7, 1100, 32_000, 128_256, 152_064)
+MIXES = [(7, 0), (1100, 1)] if INTERPRETED else [(vocab, seed) for vocab in VOCABS for seed in range(12)]
+
+
+@pytest.mark.parametrize(("vocab", "seed"), MIXES)
 def test_every_mix_of_options_draws_and_tells_as_the_twin(vocab, seed):
     generator = torch.Generator().manual_seed(seed)
     slots = [[3, -1, 0], [4, 6]][seed % 2] if INTERPRETED else [3, -1, 0, 5, 1, 2, 4, 6, 7]
@@ -101,7 +105,7 @@ def test_every_mix_of_options_draws_and_tells_as_the_twin(vocab, seed):
     play(logits, state_of(vocab, generator), slots, draws=max(DRAWS, 2 - seed))
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30] if INTERPRETED else [0.0, 1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("scale", [1e-30] if INTERPRETED else [0.0, 1e-30, 1.0, 1e30])
 def test_ties_denormals_and_huge_logits_are_told_apart_by_value_and_then_by_id(scale):
     """Nine in ten ids are tied; the filters' borders fall among them."""
     generator = torch.Generator().manual_seed(1)
@@ -112,7 +116,7 @@ def test_ties_denormals_and_huge_logits_are_told_apart_by_value_and_then_by_id(s
     logits = scale * torch.randn(SLOTS, vocab, generator=generator)
     logits[torch.rand(SLOTS, vocab, generator=generator) < 0.9] = scale
     logits[:, ::7] *= -1  # -0 is 0
-    slots = [0, 2] if INTERPRETED and scale > 1 else [2, 5] if INTERPRETED else list(range(SLOTS))
+    slots = [0, 2] if INTERPRETED else list(range(SLOTS))
     play(logits[: len(slots)], state, slots, draws=1 if INTERPRETED else 50)
 
 
