@@ -7,6 +7,7 @@ Torch and cuBLAS where they have one launch for the operation; on the CPU every 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from runtime.ops import Attention, Linear, Rows, SlotState
 from runtime.ops.attention import AttentionScratch, attention_tile, attention_torch, decode_attention
@@ -15,8 +16,13 @@ from runtime.ops.embed import embed, embed_torch
 from runtime.ops.rope import rope, rope_torch
 from runtime.ops.silu_mul import silu_mul, silu_mul_torch
 
-LM_HEAD_ROWS = 8192
-"""Vocabulary rows the CPU upcasts at a time: logits in float32 without a float32 copy of the LM head."""
+COPY_BYTES = 640 << 20
+"""The largest float32 copy of an LM head that the CPU keeps; a larger head is upcast at every step."""
+
+LM_HEAD_ROWS = 512
+"""Vocabulary rows upcast at a time: more would leave the CPU's caches, at many times the cost."""
+
+_copies = WeakIdKeyDictionary()  # an LM head in 16 bits -> its float32 copy
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -30,8 +36,12 @@ def float32_logits(x: Tensor, lm_head: Linear) -> Tensor:
         return F.linear(x, lm_head.weight)
     if x.is_cuda:
         return torch.mm(x, lm_head.weight.t(), out_dtype=torch.float32)
-    parts = [F.linear(x.float(), rows.float()) for rows in lm_head.weight.split(LM_HEAD_ROWS)]
-    return torch.cat(parts, dim=-1)
+    weight = lm_head.weight
+    if 4 * weight.numel() > COPY_BYTES:
+        return torch.cat([F.linear(x.float(), rows.float()) for rows in weight.split(LM_HEAD_ROWS)], dim=-1)
+    if weight not in _copies:
+        _copies[weight] = weight.float()
+    return F.linear(x.float(), _copies[weight])
 
 
 class UnfusedOps:
