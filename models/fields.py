@@ -10,9 +10,12 @@ from runtime.errors import CheckpointError
 T = TypeVar("T")
 D = TypeVar("D")
 
+LIMITS = {int: 2**31 - 1, float: 1e30}
+"""The largest number that may stand in a file; no honest one comes near."""
+
 KINDS = {
-    int: "a whole number above 0",
-    float: "a number above 0",
+    int: "a whole number above 0 and below 2^31",
+    float: "a number above 0 and up to 1e30",
     bool: "true or false",
     str: "a string",
     list: "a list",
@@ -50,14 +53,14 @@ class Fields:
         return cls(data, str(path))
 
     def need(self, name: str, kind: type[T]) -> T:
-        """The value of a field, an int or float above 0 and finite; a whole float may stand for an int, an int for a float."""
+        """The value of a field, a number above 0 and within LIMITS; a whole float may stand for an int, an int for a float."""
         value = self.data.get(name)
         if value is None:
             raise CheckpointError(f"{self.where}: {name} is missing")
         right = type(value) is kind or (kind is float and type(value) is int)
         right = right or (kind is int and type(value) is float and value.is_integer())
-        if not right or (kind in (int, float) and not 0 < value < float("inf")):
-            raise CheckpointError(f"{self.where}: {name} is {value!r}; it must be {KINDS[kind]}")
+        if not right or (kind in LIMITS and not 0 < value <= LIMITS[kind]):
+            raise CheckpointError(f"{self.where}: {name} is {_short(value)}; it must be {KINDS[kind]}")
         return kind(value)  # type: ignore[call-arg]
 
     def get(self, name: str, kind: type[T], default: D) -> T | D:
@@ -69,5 +72,11 @@ class Fields:
         value = self.data.get(name)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(item) is int for item in values):
-            raise CheckpointError(f"{self.where}: {name} is {value!r}; it must be a token id or a list of them")
+            raise CheckpointError(f"{self.where}: {name} is {_short(value)}; it must be a token id or a list of them")
         return values
+
+
+def _short(value: Any) -> str:
+    """A value as it stands in a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

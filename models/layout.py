@@ -49,13 +49,16 @@ def pieces(config: ModelConfig) -> list[Piece]:
         prefix = f"model.layers.{layer}."
         add(f"{prefix}input_layernorm.weight", hidden)
         qkv = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        gate_up = {"mlp.gate_proj": width, "mlp.up_proj": width}
+        if config.merged:
+            qkv, gate_up = {"self_attn.qkv_proj": q + 2 * kv}, {"mlp.gate_up_proj": 2 * width}
         linear("self_attn.qkv_proj", qkv, hidden, config.qkv_bias)
         if config.qk_norm:
             add(f"{prefix}self_attn.q_norm.weight", config.head_dim)
             add(f"{prefix}self_attn.k_norm.weight", config.head_dim)
         linear("self_attn.o_proj", {"self_attn.o_proj": hidden}, q, config.o_bias)
         add(f"{prefix}post_attention_layernorm.weight", hidden)
-        linear("mlp.gate_up_proj", {"mlp.gate_proj": width, "mlp.up_proj": width}, hidden, config.mlp_bias)
+        linear("mlp.gate_up_proj", gate_up, hidden, config.mlp_bias)
         linear("mlp.down_proj", {"mlp.down_proj": hidden}, width, config.mlp_bias)
     add(NORM, hidden)
     if not config.tied:

@@ -1,14 +1,18 @@
 """Owns the way from a model's name to an engine that runs it. Does not own finding (source) or reading (weights)."""
 
 import importlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from models.decoder import Decoder
+from models.gguf import GGUF
 from models.layout import allocate, pieces
 from models.random_weights import fill_randomly
 from models.source import ModelSource, find_model
@@ -18,7 +22,13 @@ from runtime.config import EngineConfig
 from runtime.device import free_bytes, resolve
 from runtime.engine import Engine
 from runtime.errors import ConfigError
-from runtime.kv_cache import fit_max_len
+from runtime.kv_cache import RESERVE_BYTES, fit_max_len
+
+ROOMY = 4096
+"""Positions that a slot should hold, where the model can, before there are more slots."""
+
+QUIET_BYTES = 1 << 30
+"""What takes less than this needs no word where there is no progress bar."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +51,28 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, ma
         CheckpointError: a weight file that is missing, damaged or does not fit the config.
         OutOfMemoryError: the device cannot hold the weights.
     """
-    files = None if source.path is None else WeightFiles(source.path)
-    if files is not None:
+    files = None
+    if source.path is not None:
+        files = GGUF(source.path).weights() if source.path.is_file() else WeightFiles.of_folder(source.path)
         files.settle(source.config)
     table = pieces(source.config)
     targets = allocate(table, device, dtype)
-    if files is None:
-        fill_randomly(targets, table)
-    else:
-        total = sum(target.nbytes for target in targets.values())
-        with _bar(f"loading {source.label}", total, progress) as advance:
+    total = sum(target.nbytes for target in targets.values())
+    with _bar(f"{'loading' if files else 'making'} {source.label}", total, progress) as advance:
+        if files is None:
+            fill_randomly(targets, table, advance)
+        else:
             files.copy_into(targets, table, advance)
     return Decoder(source.config, targets, max_len)
 
 
-def load_tokenizer(source: ModelSource) -> Tokenizer | None:
+def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tokenizer | None:
     """The model's tokenizer, see `Tokenizer`; None for random weights."""
-    return None if source.path is None else Tokenizer(source.path)
+    if source.path is None or source.path.is_dir():
+        return None if source.path is None else Tokenizer(source.path, chat_template)
+    with TemporaryDirectory() as folder:
+        GGUF(source.path).save_tokenizer(Path(folder))
+        return Tokenizer(Path(folder), chat_template)
 
 
 def load_engine(
@@ -68,6 +83,7 @@ def load_engine(
     needed_len: int | None = None,
     progress: bool = True,
     prepare: bool = True,
+    chat_template: str | None = None,
 ) -> Loaded:
     """Find a model, settle the config on this machine, load it and build its engine.
 
@@ -75,6 +91,7 @@ def load_engine(
         name: MODEL, see `find_model`.
         random_weights: the model's shapes with random weights.
         prepare: compile kernels and capture graphs now; else the caller plays `Engine.prepare` before the first request.
+        chat_template: a template's name or file, see `Tokenizer`.
         needed_len: positions the command needs; the capacity where config.max_len is None, the least it may be otherwise.
 
     Raises:
@@ -87,28 +104,36 @@ def load_engine(
         raise ConfigError(f"{needed_len} positions are needed and max_len is {config.max_len}; raise --max-len")
     settled, choices = resolve(config, source.config.dtype)
     device, dtype = torch.device(settled.device), getattr(torch, settled.dtype)
+    limit, free = source.config.max_position, free_bytes(device)
+    slots, weight_bytes = settled.max_slots, source.config.weight_bytes(settled.dtype)
+    kv_bytes, table_bytes = source.config.kv_bytes_per_position(settled.dtype), 4 * source.config.head_dim
+    if config.max_len is None and needed_len is None:
+        left = free - weight_bytes - RESERVE_BYTES
+        slots = max(1, min(slots, left // (kv_bytes * min(limit or ROOMY, ROOMY))))
     max_len = fit_max_len(
         config.max_len if config.max_len is not None else needed_len,
-        source.config.max_position,
-        settled.max_slots,
-        source.config.kv_bytes_per_position(settled.dtype),
-        source.config.weight_bytes(settled.dtype),
-        free_bytes(device),
+        limit,
+        slots,
+        kv_bytes + -(-table_bytes // slots),  # the rotary tables grow with the length too, once for all slots
+        weight_bytes,
+        free,
     )
-    settled = replace(settled, max_len=max_len)
-    tokenizer = load_tokenizer(source)
+    settled = replace(settled, max_len=max_len, max_slots=slots)
+    tokenizer = load_tokenizer(source, chat_template)
     importlib.import_module("torch.nn.attention.bias")  # takes seconds, which the first prompt should not wait for
     start = time.perf_counter()
     decoder = load_model(source, device, dtype, max_len, progress)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds, size = time.perf_counter() - start, decoder.weight_bytes
-    limit = source.config.max_position
     why = ": random weights have no limit" if limit is None else f": cut from the model's {limit}" if max_len < limit else ""
+    why += (
+        f"; {config.max_slots} slots of {min(limit or ROOMY, ROOMY)} positions do not fit" if slots < config.max_slots else ""
+    )
     notes = [
         *([] if source.note is None else [source.note]),
         *choices,
-        f"context {max_len} positions in each of {settled.max_slots} slots{why}",
+        f"context {max_len} positions in each of {slots} slots{why}",
         f"weights {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s",
     ]
     engine = Engine(decoder, settled)
@@ -125,6 +150,8 @@ def _bar(title: str, total: int, wanted: bool) -> Iterator[Callable[[int], None]
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    if wanted and total > QUIET_BYTES and not console.is_terminal:
+        print(f"{title}, {total / 1e9:.1f} GB ...", file=sys.stderr, flush=True)
     with Progress(*columns, console=console, transient=True, disable=not (wanted and console.is_terminal)) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)

@@ -1,6 +1,7 @@
 """Owns `random:` models: public shapes, and seeded weights made on the device. Does not own checkpoints on disk."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ SHAPES = {
 """The models' public config.json files; mistral-7b is v0.3."""
 
 
-def fill_randomly(targets: dict[str, Tensor], table: list[Piece]) -> None:
+def fill_randomly(targets: dict[str, Tensor], table: list[Piece], advance: Callable[[int], None]) -> None:
     """Fill the decoder's tensors: linears N(0, 1.5/sqrt(fan_in)), embeddings N(0, 1), norms U(0.5, 1.5), biases N(0, 0.5).
 
-    The same device, dtype and shapes give the same weights. The usual 0.02 would leave attention almost flat.
+    `advance` is told the bytes filled. The same device, dtype and shapes give the same weights. The usual 0.02 would leave
+    attention almost flat.
     """
     generator = torch.Generator(next(iter(targets.values())).device).manual_seed(SEED)
     for piece in table:
@@ -42,3 +44,4 @@ def fill_randomly(targets: dict[str, Tensor], table: list[Piece]) -> None:
             target.uniform_(0.5, 1.5, generator=generator)
         else:
             target.normal_(std=1.5 / math.sqrt(piece.shape[1]), generator=generator)
+        advance(target.nbytes)

@@ -25,6 +25,10 @@ class RopeConfig:
         low_freq_factor, high_freq_factor: llama3's borders, in wavelengths per original context.
         beta_fast, beta_slow, truncate: yarn's ramp.
         attention_factor: multiplies cos and sin (yarn).
+        divisors: of each pair's frequency, where a file lists them (GGUF); one for each of the head_dim / 2 pairs, or none.
+
+    Raises:
+        CheckpointError: numbers that give no rotation.
     """
 
     type: RopeType = "default"
@@ -37,6 +41,13 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    divisors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.theta <= 1 or self.factor < 1:
+            raise CheckpointError(
+                f"rope_theta is {self.theta} and factor {self.factor}; theta must be above 1, factor 1 or above"
+            )
 
     @classmethod
     def from_fields(cls, config: Fields, max_position: int) -> "RopeConfig":
@@ -82,6 +93,8 @@ class RopeConfig:
     def inverse_frequencies(self, head_dim: int) -> list[float]:
         """Radians per position of each of the head_dim / 2 pairs."""
         plain = [self.theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        if self.divisors:
+            return [f / divisor for f, divisor in zip(plain, self.divisors, strict=True)]
         if self.type == "linear":
             return [f / self.factor for f in plain]
         if self.type == "llama3":  # Meta's llama-models, apply_scaling: wavelengths in the original context decide
@@ -118,7 +131,10 @@ def _type_of(nested: Fields) -> RopeType:
             raise CheckpointError(f"{nested.where}: rope_type is missing beside {', '.join(sorted(nested.data))}")
         return "default"
     if kind not in get_args(RopeType):
-        raise UnsupportedModelError(f"{nested.where}: rope_type is {kind!r}; supported: {', '.join(get_args(RopeType))}")
+        raise UnsupportedModelError(
+            f"{nested.where}: rope_type is {kind!r}; Quartet computes {', '.join(get_args(RopeType))}: tables that "
+            "do not change with the prompt; remove the scaling if prompts stay within the original context"
+        )
     return cast(RopeType, kind)
 
 

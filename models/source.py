@@ -1,38 +1,56 @@
 """Owns finding a model: what MODEL names, the fetch from the Hugging Face hub, which ids end an answer. Loads no weights."""
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import errors, snapshot_download
+import httpx
+from huggingface_hub import errors, parse_safetensors_file_metadata, snapshot_download
 from tokenizers import Tokenizer
 
 from models import random_weights
-from models.config import ModelConfig
+from models.config import QUANTIZED_BY, ModelConfig
 from models.demo import demo_folder
 from models.fields import Fields
-from models.weights import WeightFiles
+from models.gguf import GGUF
+from models.weights import INDEX, Entry, WeightFiles, file_names, open_file
 from runtime.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
 
-DESCRIPTION = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"]
-DESCRIPTION += ["vocab.json", "merges.txt", "chat_template*"]
-WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
-"""Not every *.safetensors: some repositories hold the same weights once more in another layout."""
+DESCRIPTION = ["config.json", "generation_config.json", "adapter_config.json", *QUANTIZED_BY, INDEX, "tokenizer*"]
+DESCRIPTION += ["special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*"]
+DESCRIPTION += ["additional_chat_templates/*"]
+"""What is fetched before the weights, which are those the index names: some repositories hold them twice."""
 
+OFFLINE = (
+    "is not in the Hugging Face cache and the hub cannot be reached{offline}; run `hf download {name}` on a machine that is "
+    "online, or give a local folder"
+)
 HUB_ERRORS: dict[type[Exception], str] = {
     errors.HFValidationError: "is neither a folder here nor a Hugging Face hub id",
     errors.GatedRepoError: "is gated: accept its terms on https://huggingface.co/{name}, then run `hf auth login`",
     errors.RevisionNotFoundError: "has no revision {revision!r}",
     errors.RepositoryNotFoundError: "is neither a folder here nor a public model on the Hugging Face hub; check the spelling, "
     "or run `hf auth login` if it is private",
-    errors.LocalEntryNotFoundError: "is not in the Hugging Face cache and the hub cannot be reached; run `hf download {name}` "
-    "on a machine that is online, or give a local folder",
+    errors.OfflineModeIsEnabled: OFFLINE.replace("{offline}", " (HF_HUB_OFFLINE is set)"),
+    errors.LocalEntryNotFoundError: OFFLINE.replace("{offline}", ""),
+    errors.EntryNotFoundError: "lacks a file of weights ({reason}); Quartet reads safetensors",
+    httpx.TransportError: OFFLINE.replace("{offline}", " ({reason})"),
     Exception: "cannot be fetched from the Hugging Face hub: {reason}",
 }
 """What to say after the model's name, by the first class that fits."""
+
+SAMPLING: dict[str, tuple[type[float], float]] = {
+    "temperature": (float, 100),
+    "top_k": (int, 2**31 - 1),
+    "top_p": (float, 1),
+    "min_p": (float, 1),
+}
+"""What is taken from generation_config.json, its type, and the most it may be; the least is 0."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +60,10 @@ class ModelSource:
     Attributes:
         name: as typed.
         label: short name for outputs, and the one a server answers to.
-        path: its folder; None: the weights are random.
+        path: its folder or .gguf file; None: the weights are random.
         config: with the dtype and the tying that the weight files show.
         end_ids: ids that end an answer.
+        sampling: what generation_config.json asks for, by the names of SamplingParams: a server's defaults.
         note: what every output must say of it, or None.
     """
 
@@ -53,20 +72,24 @@ class ModelSource:
     path: Path | None
     config: ModelConfig
     end_ids: tuple[int, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
 
     def with_random_weights(self) -> "ModelSource":
         """The same shapes with random weights, no tokenizer and no limit of positions."""
         config = replace(self.config, max_position=None)
-        return replace(self, path=None, config=config, end_ids=(), note=f"random weights, seed {random_weights.SEED}")
+        return replace(
+            self, path=None, config=config, end_ids=(), sampling={}, note=f"random weights, seed {random_weights.SEED}"
+        )
 
 
-def find_model(name: str, revision: str | None = None, weights: bool = True) -> ModelSource:
-    """What MODEL names: `demo`, `random:<shape>`, a local folder, or a Hugging Face hub id.
+def find_model(name: str, revision: str | None = None, weights: bool = True, fetch: bool = True) -> ModelSource:
+    """What MODEL names: `demo`, `random:<shape>`, a local folder, a .gguf file, or a Hugging Face hub id.
 
     Args:
         revision: branch, tag or commit of a hub id.
         weights: whether the weight files must be there; False fetches and checks the config alone.
+        fetch: False checks the headers of a hub id's weight files where they lie, without fetching them.
 
     Raises:
         CheckpointError: nothing of that name, or its files are missing, damaged or contradict each other.
@@ -76,7 +99,7 @@ def find_model(name: str, revision: str | None = None, weights: bool = True) -> 
     try:
         folder = Path(name).expanduser()
         folder.exists()
-    except (OSError, RuntimeError) as error:  # too long a name, no such user
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, no such user, a null character
         raise CheckpointError(f"MODEL {name[:80]!r} cannot be a path: {error.__class__.__name__}; give another name") from None
     made = name.startswith(random_weights.PREFIX)
     if revision is not None and (made or name == "demo" or folder.exists()):
@@ -87,15 +110,20 @@ def find_model(name: str, revision: str | None = None, weights: bool = True) -> 
             raise CheckpointError(f"{name} is unknown; random models: {', '.join(random_weights.SHAPES)}")
         return ModelSource(name, name, None, shape).with_random_weights()
     if name == "demo":
-        source = _read(name, "demo", demo_folder(), weights)
+        source = _read_folder(name, "demo", demo_folder(), weights)
         return replace(source, note="demo model: SmolLM2-135M-Instruct, 4-bit weights (Q4_1) widened to bfloat16")
     if name and folder.is_dir():
-        return _read(name, folder.resolve().name, folder, weights)
+        return _read_folder(name, folder.resolve().name, folder, weights)
+    if name and folder.is_file() and folder.suffix == ".gguf":
+        return _read_gguf(name, folder)
     if name and folder.exists():
-        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and the weights")
-    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise CheckpointError(f"{name!r} is no folder; give `demo`, a local folder, a Hugging Face hub id or `random:<shape>`")
-    return _read(name, name, _fetch(name, revision, weights), weights)
+        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and the weights, or a .gguf file")
+    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or get_close_matches(name, ["demo"], cutoff=0.7):
+        guess = "; did you mean demo?" if get_close_matches(name, ["demo"], cutoff=0.7) else ""
+        raise CheckpointError(
+            f"{name!r} is no folder; give `demo`, a local folder, a Hugging Face hub id or `random:<shape>`{guess}"
+        )
+    return _from_hub(name, revision, weights, fetch)
 
 
 def end_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
@@ -108,23 +136,67 @@ def end_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
     return tuple(token for token in dict.fromkeys(found) if token not in outside)
 
 
-def _fetch(name: str, revision: str | None, weights: bool) -> Path:
-    """The folder of a hub repository, from the cache where it is complete."""
+def sampling_defaults(path: Path) -> dict[str, Any]:
+    """What generation_config.json asks for in SAMPLING, unless its do_sample is false. Penalties in a file are never taken."""
+    if not (path / "generation_config.json").is_file():
+        return {}
+    data = Fields.read(path / "generation_config.json").data
+    if data.get("do_sample") is False:
+        return {}
+    found = {}
+    for name, (kind, most) in SAMPLING.items():
+        value = data.get(name)
+        if isinstance(value, int | kind) and 0 <= value <= most:  # True is 1
+            found[name] = kind(value)
+        elif value is not None:
+            log.warning("%s: generation_config.json has %s %.40r and is not followed in it", path, name, value)
+    return found
+
+
+def _from_hub(name: str, revision: str | None, weights: bool, fetch: bool) -> ModelSource:
+    """A hub repository: its description, which may refuse it, and then the weights, from the cache where they are there."""
+
+    def header(file: Path) -> dict[str, Entry]:
+        if file.exists():
+            return open_file(file)
+        found = parse_safetensors_file_metadata(name, file.relative_to(path).as_posix(), revision=revision)
+        return {key: Entry(file.name, tuple(info.shape), info.dtype) for key, info in found.tensors.items()}
+
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=DESCRIPTION + (WEIGHTS if weights else [])))
-    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=DESCRIPTION))
+        ModelConfig.from_dir(path)
+        if not weights:
+            return _read(name, name, path, None)
+        if not fetch:
+            return _read(name, name, path, WeightFiles.of_folder(path, header))
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=[*DESCRIPTION, *file_names(path)]))
+    except (errors.HFValidationError, errors.HfHubHTTPError, errors.SafetensorsParsingError, httpx.HTTPError, OSError) as error:
         words = next(words for kind, words in HUB_ERRORS.items() if isinstance(error, kind))
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{name!r} {words.format(name=name, revision=revision, reason=reason)}") from error
+    return _read(name, name, path, WeightFiles.of_folder(path))
 
 
-def _read(name: str, label: str, path: Path, weights: bool) -> ModelSource:
+def _read_folder(name: str, label: str, path: Path, weights: bool) -> ModelSource:
+    ModelConfig.from_dir(path)  # a kind that is not run is refused before its files are looked for
+    return _read(name, label, path, WeightFiles.of_folder(path) if weights else None)
+
+
+def _read(name: str, label: str, path: Path, files: WeightFiles | None) -> ModelSource:
     config = ModelConfig.from_dir(path)
-    if weights:
-        config, surprises = WeightFiles(path).settle(config)
+    if files is not None:
+        config, surprises = files.settle(config)
         for sentence in surprises:
             log.warning("%s: %s", path, sentence)
-    return ModelSource(name, label, path, config, end_ids(path, config.vocab_size))
+    return ModelSource(name, label, path, config, end_ids(path, config.vocab_size), sampling_defaults(path))
+
+
+def _read_gguf(name: str, path: Path) -> ModelSource:
+    gguf = GGUF(path)
+    config, _ = gguf.weights().settle(gguf.config)
+    note = f"GGUF: {', '.join(gguf.quantized)} widened to {config.dtype}" if gguf.quantized else None
+    ends = tuple(token for token in dict.fromkeys(gguf.end_ids) if 0 <= token < config.vocab_size)
+    return ModelSource(name, path.stem, path, config, ends, note=note)
 
 
 def _tokenizer_end_id(path: Path) -> list[int]:

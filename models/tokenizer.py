@@ -18,7 +18,8 @@ from typing import Any
 import tokenizers
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from runtime.errors import CheckpointError, RequestError
+from models.fields import Fields
+from runtime.errors import CheckpointError, ConfigError, RequestError
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A folder with none of these has no tokenizer."""
@@ -42,11 +43,15 @@ log = logging.getLogger(__name__)
 class Tokenizer:
     """A model folder's tokenizer.
 
+    Args:
+        chat_template: the name of one of its chat templates, or a file that holds one; None: its own, of several "default".
+
     Raises:
         CheckpointError: there is none, or it cannot be loaded. Nothing else takes its place.
+        ConfigError: no such chat template.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, chat_template: str | None = None) -> None:
         if not any((path / name).is_file() for name in FILES):
             raise CheckpointError(f"{path} has no tokenizer: one of {', '.join(FILES)} must be there")
         from transformers import AutoTokenizer  # seconds to import, and most doors can fail before it is needed
@@ -56,12 +61,32 @@ class Tokenizer:
         except Exception as error:  # whatever a damaged tokenizer raises, from three libraries
             raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {_one_line(error)}") from error
         self._hf.model_max_length = sys.maxsize  # the engine refuses long prompts; a warning before would be noise
+        self._hf.chat_template = self._chosen(self._hf.chat_template, chat_template)
         if self.has_chat_template:
             try:
                 self._render([{"role": "user", "content": "a"}], {})
             except RequestError as error:
                 if isinstance(error.__cause__, TemplateSyntaxError):
                     log.warning("the chat template cannot be used: %s", error)
+
+    @staticmethod
+    def _chosen(own: Any, wanted: str | None) -> Any:
+        """The template to use: text, or several by name that hold a "default"; None where there is none."""
+        named = own if isinstance(own, dict) else {}
+        if wanted is not None and wanted not in named:
+            try:
+                return Path(wanted).read_text(encoding="utf-8")
+            except (OSError, ValueError):
+                names = ", ".join(named) or "none by name"
+                raise ConfigError(
+                    f"--chat-template {wanted!r} is neither a file of text nor one of the model's templates ({names})"
+                ) from None
+        if wanted is None and named and "default" not in named:
+            log.warning(
+                "the model has several chat templates and no default; choose with --chat-template: %s", ", ".join(named)
+            )
+            return None
+        return own if wanted is None else named[wanted]
 
     @property
     def vocab_size(self) -> int:
@@ -144,6 +169,17 @@ class Tokenizer:
             raise RequestError(f"the chat template refuses the messages: {_one_line(error)}", "messages") from error
         assert isinstance(text, str)
         return text
+
+
+def template_names(path: Path) -> list[str]:
+    """The chat templates of a folder, by name, without loading its tokenizer."""
+    names = ["default"] if (path / "chat_template.jinja").is_file() else []
+    names += sorted(file.stem for file in (path / "additional_chat_templates").glob("*.jinja"))
+    if (path / "tokenizer_config.json").is_file():
+        own = Fields.read(path / "tokenizer_config.json").data.get("chat_template")
+        listed = own if isinstance(own, list) else [{"name": "default"}] if own else []
+        names += [str(entry.get("name")) for entry in listed if isinstance(entry, dict)]
+    return list(dict.fromkeys(names))
 
 
 class Detokenizer:

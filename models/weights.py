@@ -1,20 +1,20 @@
-"""Owns a folder's safetensors files: which tensor lies in which file, whether all are there, and the way onto the device.
+"""Owns the stored tensors of a model: which lies in which file, whether all are there, and the way onto the device.
 
-Does not own where a tensor goes in the decoder (layout). The safetensors library checks headers, offsets and sizes; no other
-file format is ever opened.
+Does not own where a tensor goes in the decoder (layout) or GGUF (gguf). The safetensors library checks headers, offsets and
+sizes before a byte is read; pickles are never opened.
 """
 
+import json
 import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -27,51 +27,67 @@ from runtime.errors import CheckpointError, UnsupportedModelError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
-"""Stored types that are read, and the run's dtype that keeps them best."""
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+"""Stored types that are read. A run keeps them, but for float64, which becomes float32."""
 
-STAGING_BYTES = 16 << 20
+BUFFER_BYTES = 16 << 20
 THREADS = 8
-"""Copies in flight to a GPU. One thread alone is held back by the page faults of the mapped file."""
+"""Reads in flight, each into a buffer of its own that is pinned for a GPU and used again: no mapped file, so no page faults."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored tensor: its open file, its name there, its shape and its type in safetensors' spelling."""
+    """A stored tensor.
 
-    file: Path
-    handle: Any
-    name: str
+    Attributes:
+        file: where it lies, for messages.
+        shape, dtype: as stored; dtype in safetensors' spelling.
+        read: (first, last, buffer) -> rows first to last on the host, in the uint8 buffer or not; None: headers alone are here.
+    """
+
+    file: str
     shape: tuple[int, ...]
     dtype: str
+    read: Callable[[int, int, Tensor], Tensor] | None = None
 
 
 class WeightFiles:
-    """The tensors of a model folder. Files are mapped, not read, until `copy_into`.
+    """The tensors of a model, not read until `copy_into`.
 
     Args:
-        path: the folder. An index says which file holds a tensor; without one, model.safetensors is all there is.
-
-    Raises:
-        CheckpointError: no weights, a file absent or damaged, or an index that contradicts its files or leaves the folder.
+        where: the model, for messages.
+        entries: the tensors by name.
+        unlisted: tensors that lie in its files and that its index does not name.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries: dict[str, Entry] = {}
-        self._unlisted: list[str] = []
-        if (path / INDEX).is_file():
-            if (path / SINGLE).exists():
-                log.warning("%s: %s is ignored: the index %s names the files to read", path, SINGLE, INDEX)
-            self._read_index()
-        elif (path / SINGLE).exists():
-            self.entries = _open(path / SINGLE)
-        else:
-            other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern))
-            found = f"; {other[0]} is of a format that is never opened, convert it to safetensors" if other else ""
-            raise CheckpointError(f"{path} has no weights: neither {SINGLE} nor {INDEX}{found}")
+    def __init__(self, where: str, entries: dict[str, Entry], unlisted: Iterable[str] = ()) -> None:
+        self.where = where
+        self.entries = entries
+        self._unlisted = list(unlisted)
+
+    @classmethod
+    def of_folder(cls, path: Path, opened: Callable[[Path], dict[str, Entry]] | None = None) -> "WeightFiles":
+        """The tensors of a folder: an index says which file holds each; without one, model.safetensors is all there is.
+
+        Args:
+            opened: what `open_file` says of a path, where the file itself lies elsewhere.
+
+        Raises:
+            CheckpointError: no weights, a file absent or damaged, or an index that contradicts its files or leaves the folder.
+        """
+        files = {name: (opened or open_file)(path / name) for name in file_names(path)}
+        if not (path / INDEX).is_file():
+            return cls(str(path), files[SINGLE])
+        if (path / SINGLE).exists() and SINGLE not in files:
+            log.warning("%s: %s is ignored: the index %s names the files to read", path, SINGLE, INDEX)
+        weight_map = Fields.read(path / INDEX).get("weight_map", dict, {})
+        for name, file in weight_map.items():
+            if name not in files[file]:
+                raise CheckpointError(f"{path / INDEX} puts {name} into {file}, which does not hold it")
+        entries = {name: files[file][name] for name, file in weight_map.items()}
+        return cls(str(path), entries, (name for held in files.values() for name in held if name not in weight_map))
 
     def settle(self, config: ModelConfig) -> tuple[ModelConfig, list[str]]:
         """Hold the files against the config.
@@ -86,14 +102,15 @@ class WeightFiles:
         sizes: Counter[str] = Counter()
         for entry in self.entries.values():
             if entry.dtype in DTYPES:
-                sizes[DTYPES[entry.dtype]] += math.prod(entry.shape)
+                stored = torch.float32 if entry.dtype == "F64" else DTYPES[entry.dtype]
+                sizes[str(stored).removeprefix("torch.")] += math.prod(entry.shape)
         dtype = max(sizes, key=sizes.__getitem__, default="bfloat16")
         notes = []
         if dtype != config.dtype:
             notes.append(f"the config says {config.dtype} and the weights are {dtype}, which is kept")
         tied = config.tied
         if tied and EMBEDDING in self.entries and LM_HEAD in self.entries:
-            tied = torch.equal(self.tensor(EMBEDDING), self.tensor(LM_HEAD))
+            tied = _equal(self.entries[EMBEDDING], self.entries[LM_HEAD])
             if not tied:
                 notes.append(f"tie_word_embeddings is true but {LM_HEAD} holds other values: both are used, as in transformers")
         elif tied and LM_HEAD in self.entries:
@@ -107,104 +124,153 @@ class WeightFiles:
         notes += [f"tensor {name} is not part of the model and is left out" for name in self._unlisted + stray]
         return settled, notes
 
-    def tensor(self, name: str) -> Tensor:
-        """A stored tensor, mapped from its file."""
-        entry = self.entries[name]
-        try:
-            return entry.handle.get_tensor(entry.name)  # type: ignore[no-any-return]
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise CheckpointError(f"{entry.file}: {name} cannot be read: {error}") from error
-
     def copy_into(self, targets: dict[str, Tensor], table: list[Piece], advance: Callable[[int], None]) -> None:
         """Fill the targets; types are converted on the way. `advance` is told the bytes filled, from several threads."""
         device = next(iter(targets.values())).device
         thread = threading.local()
 
         def start() -> None:
-            thread.staging = _Staging(device)
+            thread.lane = _Lane(device)
 
-        def fill(piece: Piece) -> None:
-            target, source = part(targets, piece), self.tensor(piece.source)
-            if device.type == "cuda":
-                thread.staging.copy(source, target)
-            else:
-                target.copy_(source)
-            advance(target.nbytes)
+        def fill(job: tuple[Piece, int, int]) -> None:
+            piece, first, last = job
+            into = part(targets, piece)[first:last]
+            thread.lane.fill(into, self.entries[piece.source], first, last)
+            advance(into.nbytes)
 
-        if device.type == "cuda":
-            with ThreadPoolExecutor(THREADS, "weights", start) as pool:
-                list(pool.map(fill, table))
-        else:
-            for piece in table:
-                fill(piece)
+        with ThreadPoolExecutor(THREADS, "weights", start) as pool:
+            list(pool.map(fill, [job for piece in table for job in _jobs(piece)]))
 
     def _check(self, table: list[Piece]) -> None:
         """Every piece must be there, in the shape that the config asks for and a type that is read."""
         missing = [piece.source for piece in table if piece.source not in self.entries]
         if missing:
             more = f" and {len(missing) - 3} more are" if len(missing) > 3 else " is" if len(missing) == 1 else " are"
-            raise CheckpointError(f"{self.path}: {', '.join(missing[:3])}{more} missing from the weight files")
+            raise CheckpointError(f"{self.where}: {', '.join(missing[:3])}{more} missing from the weight files")
         for piece in table:
             entry = self.entries[piece.source]
+            if entry.dtype not in DTYPES:
+                allowed = ", ".join(DTYPES)
+                raise UnsupportedModelError(f"{entry.file}: {piece.source} is stored as {entry.dtype}; Quartet reads {allowed}")
             if entry.shape != piece.shape:
                 raise CheckpointError(
                     f"{entry.file}: {piece.source} has shape {list(entry.shape)} and config.json asks for {list(piece.shape)}"
                 )
-            if entry.dtype not in DTYPES:
-                allowed = ", ".join(DTYPES)
-                raise UnsupportedModelError(f"{entry.file}: {piece.source} is stored as {entry.dtype}; Quartet reads {allowed}")
-
-    def _read_index(self) -> None:
-        weight_map = Fields.read(self.path / INDEX).get("weight_map", dict, {})
-        files: dict[str, dict[str, Entry]] = {}
-        for name, file in weight_map.items():
-            where = f"{self.path / INDEX}: the entry of {name} is {file!r}"
-            if not isinstance(file, str) or not file.endswith(".safetensors"):
-                raise CheckpointError(f"{where}; it must name a .safetensors file")
-            # As written it must lie in the folder; a link there may lead out, as in the hub's cache.
-            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file or ":" in file:
-                raise CheckpointError(f"{where}, which leaves the model folder")
-            if file not in files:
-                files[file] = _open(self.path / file)
-            if name not in files[file]:
-                raise CheckpointError(f"{self.path / INDEX} puts {name} into {file}, which does not hold it")
-            self.entries[name] = files[file][name]
-        self._unlisted = [name for held in files.values() for name in held if name not in weight_map]
 
 
-def _open(file: Path) -> dict[str, Entry]:
-    """The tensors of one file, by name."""
-    if not file.exists():
-        raise CheckpointError(f"{file} is missing, and {INDEX} names it")
-    if not file.is_file():
-        raise CheckpointError(f"{file} is not a regular file")
+def file_names(path: Path) -> list[str]:
+    """The weight files of a folder, there or not: those its index names, else model.safetensors.
+
+    Raises:
+        CheckpointError: an entry of the index that names no file of the folder.
+    """
+    if not (path / INDEX).is_file():
+        return [SINGLE]
+    weight_map = Fields.read(path / INDEX).get("weight_map", dict, {})
+    for name, file in weight_map.items():
+        where = f"{path / INDEX}: the entry of {name} is {file!r}"
+        if not isinstance(file, str) or not file.endswith(".safetensors"):
+            raise CheckpointError(f"{where}; it must name a .safetensors file")
+        # As written it must lie in the folder; a link there may lead out, as in the hub's cache.
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\\" in file or ":" in file:
+            raise CheckpointError(f"{where}, which leaves the model folder")
+    return list(dict.fromkeys(weight_map.values()))
+
+
+def open_file(file: Path) -> dict[str, Entry]:
+    """The tensors of one safetensors file, by name.
+
+    Raises:
+        CheckpointError: it is not there, or damaged.
+    """
     try:
-        handle: Any = safe_open(file, framework="pt", device="cpu")
-        views = {name: handle.get_slice(name) for name in list(handle.keys())}
-        return {name: Entry(file, handle, name, tuple(v.get_shape()), v.get_dtype()) for name, v in views.items()}
+        if not file.exists():
+            raise CheckpointError(_missing(file))
+        if not file.is_file():
+            raise CheckpointError(f"{file} is not a regular file")
+        with safe_open(file, framework="pt", device="cpu"):
+            pass  # the library holds header, shapes, types and offsets against each other and the file's size
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header: dict[str, Any] = json.loads(opened.read(size))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged or no safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    return {name: _entry(file, 8 + size + info["data_offsets"][0], info) for name, info in header.items()}
 
 
-class _Staging:
-    """One thread's way onto a GPU: a pinned buffer and a stream, so that copies of several threads overlap."""
+def _missing(file: Path) -> str:
+    """What to say of a weight file that is not there."""
+    if file.name != SINGLE or (file.parent / INDEX).is_file():
+        return f"{file} is missing, and {INDEX} names it; fetch it again or complete the copy"
+    others = sorted(other.name for kind in ("gguf", "bin", "pt", "pth") for other in file.parent.glob(f"*.{kind}"))
+    what = "load the model with transformers and save_pretrained it, or take a repository that has safetensors"
+    if others and others[0].endswith(".gguf"):
+        what = f"give the path of {others[0]} itself"
+    elif others:
+        what = f"{others[0]} is of a format that is never opened, {what}"
+    return f"{file.parent} has no weights: neither {SINGLE} nor {INDEX}; {what}"
+
+
+def _entry(file: Path, offset: int, info: dict[str, Any]) -> Entry:
+    shape, name = tuple(info["shape"]), info["dtype"]
+    if name not in DTYPES or not shape:
+        return Entry(str(file), shape, name)
+    dtype = DTYPES[name]
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
+
+    def read(first: int, last: int, buffer: Tensor) -> Tensor:
+        rows = buffer[: (last - first) * row_bytes]
+        try:
+            with file.open("rb", buffering=0) as opened:
+                opened.seek(offset + first * row_bytes)
+                found = opened.readinto(rows.numpy().data)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        if found != len(rows):
+            raise CheckpointError(f"{file} is shorter than when it was opened; is it still being written?")
+        return rows.view(dtype).view(last - first, *shape[1:])
+
+    return Entry(str(file), shape, name, read)
+
+
+def _jobs(piece: Piece) -> Iterable[tuple[Piece, int, int]]:
+    """A piece cut into runs of rows that fit a buffer, whichever type is stored."""
+    step = max(1, BUFFER_BYTES // (8 * math.prod(piece.shape[1:])))
+    return ((piece, first, min(first + step, piece.shape[0])) for first in range(0, piece.shape[0], step))
+
+
+def _equal(a: Entry, b: Entry) -> bool:
+    """Whether two tensors hold the same values; taken to be so where only their headers are here."""
+    if a.read is None or b.read is None or a.shape != b.shape or a.dtype != b.dtype:
+        return a.shape == b.shape and a.dtype == b.dtype
+    buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8) for _ in range(2)]
+    jobs = _jobs(Piece("", a.shape, ""))
+    return all(torch.equal(a.read(i, j, buffers[0]), b.read(i, j, buffers[1])) for _, i, j in jobs)
+
+
+class _Lane:
+    """One thread's way onto a device: a buffer and, for a GPU, a stream, so that several threads' copies overlap."""
 
     def __init__(self, device: torch.device) -> None:
-        self._buffer = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # the targets may lie where earlier work is not yet done
+        self._device, cuda = device, device.type == "cuda"
+        self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=cuda)
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        if self._stream is not None:  # the targets may lie where earlier work is not yet done
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy source to target through the buffer, some rows at a time; returns when it has landed."""
-        row_bytes = source.nbytes // len(source)
-        rows = max(1, STAGING_BYTES // row_bytes)
-        for some, into in zip(source.split(rows), target.split(rows), strict=True):
-            if some.nbytes > STAGING_BYTES:
-                into.copy_(some)
-                continue
-            staged = self._buffer[: some.nbytes]
-            # NumPy copies in this thread alone; torch would wake a pool of its own in each of ours.
-            np.copyto(staged.numpy(), some.reshape(-1).view(torch.uint8).numpy())
-            with torch.cuda.stream(self._stream):
-                into.copy_(staged.view(some.dtype).view(some.shape), non_blocking=True)
+    def fill(self, into: Tensor, entry: Entry, first: int, last: int) -> None:
+        """Read rows first to last of a tensor and copy them; returns when they have landed."""
+        assert entry.read is not None
+        if self._stream is None and into.dtype == DTYPES[entry.dtype]:
+            entry_rows = entry.read(first, last, into.reshape(-1).view(torch.uint8))
+            if entry_rows.data_ptr() != into.data_ptr():
+                into.copy_(entry_rows)
+            return
+        rows = entry.read(first, last, self._buffer)
+        with torch.cuda.stream(self._stream):  # None: this does nothing
+            if rows.dtype != into.dtype:
+                rows = rows.to(self._device, non_blocking=True)  # the device converts faster than one thread here
+            into.copy_(rows, non_blocking=True)
+        if self._stream is not None:
             self._stream.synchronize()

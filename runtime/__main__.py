@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from models import Loaded, load_engine
+from models import Loaded, find_model, load_engine
 from models.random_weights import PREFIX
 from runtime.config import DTYPES, MAX_SLOTS, EngineConfig
 from runtime.errors import ContextLengthError, QuartetError, RequestError
@@ -29,7 +29,7 @@ from runtime.request import Request, SamplingParams
 
 def add_engine_flags(parser: argparse.ArgumentParser, model_positional: bool) -> None:
     """Add MODEL (an argument, or --model) and the flags of the engine."""
-    about = "`demo`, a folder, a Hugging Face hub id, or random:<shape> (default: demo)"
+    about = "`demo`, a folder, a .gguf file, a Hugging Face hub id, or random:<shape> (default: demo)"
     if model_positional:
         parser.add_argument("model", metavar="MODEL", nargs="?", default="demo", help=about)
     else:
@@ -42,7 +42,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, model_positional: bool) ->
     group.add_argument("--graph", choices=("auto", "on", "off"), default="auto", help="replay decode steps as CUDA graphs")
     group.add_argument("--pdl", choices=("auto", "on", "off"), default="auto", help="programmatic dependent launch")
     group.add_argument(
-        "--max-len", type=int, metavar="N", help="positions a slot holds (default: the model's, cut to what fits)"
+        "--max-len", type=_positions, metavar="N", help="positions a slot holds; auto (default): the model's, cut to what fits"
     )
     group.add_argument("--max-slots", type=int, default=8, metavar="N", help=f"requests at once, 1 to {MAX_SLOTS} (default: 8)")
     group.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens between two decode steps")
@@ -87,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-ids", metavar="IDS", type=_ids, help="token ids, separated by commas, in place of a text")
     prompt.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    prompt.add_argument("--chat-template", metavar="NAME|FILE", help="one of the model's templates, or a file that holds one")
     prompt.add_argument("--system", metavar="TEXT", help="a system message in front of the chat")
     sampling = flags.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: to the end of the context")
@@ -180,12 +181,13 @@ def run(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     typed, ids, needed = args.prompt, args.prompt_ids, None
     if ids is None and args.model.startswith(PREFIX):
+        find_model(args.model)  # an unknown name is told first
         raise RequestError(f"{args.model} has no tokenizer; give --prompt-ids 1,2,3 in place of a text")
     if ids is not None and args.max_tokens is not None:
         needed = len(ids) + args.max_tokens
     if ids is None and typed is None and not (sys.stdin and sys.stdin.isatty()):
         typed = sys.stdin.read().removesuffix("\n") if sys.stdin else ""
-    loaded = load_engine(args.model, engine_config(args), args.revision, needed_len=needed)
+    loaded = load_engine(args.model, engine_config(args), args.revision, needed_len=needed, chat_template=args.chat_template)
     print(*loaded.notes, sep="\n", file=sys.stderr)
     terminal = Terminal(loaded, args)
     if ids is not None:
@@ -207,6 +209,12 @@ def _ids(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of token ids like 1,2,3") from error
+
+
+def _positions(text: str) -> int | None:
+    if text == "auto" or text.lstrip("-").isdigit():
+        return None if text == "auto" else int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number")
 
 
 def _said(role: str, content: str) -> dict[str, str]:

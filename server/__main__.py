@@ -13,6 +13,7 @@ import gc
 import logging
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import uvloop
@@ -21,6 +22,7 @@ from models import Loaded, load_engine
 from runtime.__main__ import add_engine_flags, engine_config, run_door
 from runtime.errors import ConfigError
 from server.app import Service, Settings, create_app, facts
+from server.schema import SamplingDefaults
 from server.serve import bind, listen, serve
 
 log = logging.getLogger("server")
@@ -42,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     http.add_argument(
         "--max-queue", type=int, default=128, metavar="N", help="requests that may wait for a slot (default: 128)"
     )
+    http.add_argument("--chat-template", metavar="NAME|FILE", help="one of the model's templates, or a file that holds one")
     http.add_argument("--max-body-bytes", type=int, metavar="N", help="default: 8 MiB, or 64 bytes a position if that is more")
     http.add_argument("--shutdown-timeout", type=float, default=30, metavar="S", help="seconds to finish answers (default: 30)")
     http.add_argument("--cors-origins", nargs="+", default=[], metavar="ORIGIN", help="pages that may call; * is any")
@@ -78,14 +81,15 @@ def settings(args: argparse.Namespace, label: str) -> Settings:
 
 def announce(loaded: Loaded, wanted: Settings, sock: socket.socket) -> None:
     """Say what is served, how, and where."""
-    defaults = wanted.defaults
+    defaults, named = wanted.defaults, loaded.source.sampling
+    whose = f"{' and '.join(named)} by generation_config.json, the rest the API's" if named else "the API's"
     for note in loaded.notes:
         print(note)
     print(f"KV cache {loaded.engine.cache.nbytes / 1e9:.2f} GB")
     print(floor(facts(loaded)))
     print(
         f"sampling defaults: temperature {defaults.temperature:g}, top_p {defaults.top_p:g}, top_k {defaults.top_k}, "
-        f"min_p {defaults.min_p:g} (the API's)"
+        f"min_p {defaults.min_p:g} ({whose})"
     )
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::") and wanted.api_key is None:
@@ -108,8 +112,10 @@ def run(args: argparse.Namespace) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     settings(args, "")  # a wrong flag is told before the weights are read
     with bind(args.host, args.port) as sock:
-        loaded = load_engine(args.model, engine_config(args), revision=args.revision, prepare=False)
-        wanted = settings(args, loaded.source.label)
+        loaded = load_engine(
+            args.model, engine_config(args), revision=args.revision, prepare=False, chat_template=args.chat_template
+        )
+        wanted = replace(settings(args, loaded.source.label), defaults=SamplingDefaults(**loaded.source.sampling))
         service = Service(loaded, wanted)
         app = create_app(service, wanted)
         gc.collect()  # the worker freezes what is left: a pause here is one that no token meets

@@ -57,7 +57,7 @@ NEUTRAL_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetit
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What a request that leaves a field out is sampled with; these are the API's own."""
+    """What a request that leaves a field out is sampled with: the model's generation_config.json, else these, the API's own."""
 
     temperature: float = 1.0
     top_p: float = 1.0

@@ -120,10 +120,3 @@ def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         demo.demo_folder(tmp_path / "file" / "cache")
-
-
-def test_half_split_undoes_the_pairing():
-    heads, half, columns = 3, 4, 2
-    hugging_face = torch.arange(heads * 2 * half * columns).view(heads, 2, half, columns)
-    gguf = hugging_face.transpose(1, 2).reshape(-1, columns).numpy()
-    assert torch.equal(torch.tensor(demo._half_split(gguf, heads)), hugging_face.reshape(-1, columns))

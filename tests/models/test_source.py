@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from models import find_model, load_engine
 from models.source import end_ids
@@ -87,7 +86,7 @@ def test_end_ids_of_a_wrong_type_are_refused(tmp_path, value):
 
 @pytest.mark.parametrize("name", ["", "./nothing", "/nothing/here", "~/nothing-here", "a/b/c"])
 def test_a_name_that_can_only_be_a_folder_asks_no_network(name, monkeypatch):
-    monkeypatch.setattr("models.source._fetch", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr("models.source._from_hub", lambda *_: pytest.fail("asked the hub"))
     with pytest.raises(CheckpointError, match="is no folder"):
         find_model(name)
 
@@ -108,41 +107,11 @@ def test_an_unknown_random_model_is_answered_with_the_known_ones():
         find_model("random:gpt-2")
 
 
-def test_a_hub_id_is_fetched_with_its_revision_and_only_what_is_needed(tmp_path, monkeypatch):
-    asked = []
-
-    def snapshot(repository, revision, allow_patterns):
-        asked.append((repository, revision, tuple(allow_patterns)))
-        return str(tiny(tmp_path))
-
-    monkeypatch.setattr("models.source.snapshot_download", snapshot)
-    source = find_model("owner/name", "v1")
-    assert (source.label, source.path) == ("owner/name", tmp_path)
-    find_model("owner/name", weights=False)
-    assert asked[0][:2] == ("owner/name", "v1")
-    assert "model*.safetensors" in asked[0][2]
-    assert not any("safetensors" in pattern or "bin" in pattern for pattern in asked[1][2])
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (HFValidationError("bad"), "neither a folder here nor a Hugging Face hub id"),
-        (LocalEntryNotFoundError("gone"), "hf download owner/name"),
-        (OfflineModeIsEnabled("offline"), "cannot be fetched"),
-        (OSError("no space left"), "no space left"),
-    ],
-    ids=str,
-)
-def test_a_hub_that_fails_is_one_sentence_with_the_remedy(monkeypatch, error, words):
-    def snapshot(*_, **__):
-        raise error
-
-    monkeypatch.setattr("models.source.snapshot_download", snapshot)
-    with pytest.raises(CheckpointError) as caught:
-        find_model("owner/name")
-    assert words in str(caught.value)
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("name", ["dmeo", "Demo", "demos"])
+def test_a_slip_of_demo_is_told_without_asking_the_hub(name, monkeypatch):
+    monkeypatch.setattr("models.source._from_hub", lambda *_: pytest.fail("asked the hub"))
+    with pytest.raises(CheckpointError, match=r"did you mean demo\?"):
+        find_model(name)
 
 
 # From a name to an engine
