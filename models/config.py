@@ -6,7 +6,7 @@ Does not own weights (weights) or what the user wants (runtime.config).
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from models.fields import Fields
+from models.fields import Fields, short
 from models.rope import RopeConfig
 from runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -122,7 +122,7 @@ class ModelConfig:
         max_position = fields.need("max_position_embeddings", int)
         activation = fields.get("hidden_act", str, "silu")
         if activation not in ("silu", "swish"):
-            raise UnsupportedModelError(f"{fields.where}: hidden_act is {activation!r}; Quartet runs silu")
+            raise UnsupportedModelError(f"{fields.where}: hidden_act is {short(activation)}; Quartet runs silu")
         has_flag = family in ("llama", "qwen3", "seed_oss")
         attention_bias = has_flag and fields.get("attention_bias", bool, family == "seed_oss")
         return cls(
@@ -190,7 +190,7 @@ def _refuse_quantized(fields: Fields, path: Path) -> None:
         return
     method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
     raise UnsupportedModelError(
-        f"{fields.where}: the checkpoint is quantized (quant_method {str(method)!r}), which Quartet does not read; "
+        f"{fields.where}: the checkpoint is quantized (quant_method {short(str(method))}), which Quartet does not read; "
         "use its bfloat16 or float16 original"
     )
 
@@ -199,7 +199,7 @@ def _family(fields: Fields) -> str:
     """The family, from model_type and architectures, which must agree."""
     model_type, architectures = fields.data.get("model_type"), fields.data.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise CheckpointError(f"{fields.where}: architectures is {architectures!r}; it must be a list of names")
+        raise CheckpointError(f"{fields.where}: architectures is {short(architectures)}; it must be a list of names")
     kind = _kind(fields)
     for family, architecture in ARCHITECTURES.items():
         named = {SPELLINGS.get(name, name) for name in architectures} <= {architecture}
@@ -207,7 +207,7 @@ def _family(fields: Fields) -> str:
             return family
     why = REMEDIES[kind] if kind else f"Quartet runs {', '.join(ARCHITECTURES.values())}"
     raise UnsupportedModelError(
-        f"{fields.where}: model_type {model_type!r}, architectures {architectures!r} is not supported; {why}"
+        f"{fields.where}: model_type {short(model_type)}, architectures {short(architectures)} is not supported; {why}"
     )
 
 

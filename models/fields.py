@@ -60,7 +60,7 @@ class Fields:
         right = type(value) is kind or (kind is float and type(value) is int)
         right = right or (kind is int and type(value) is float and value.is_integer())
         if not right or (kind in LIMITS and not 0 < value <= LIMITS[kind]):
-            raise CheckpointError(f"{self.where}: {name} is {_short(value)}; it must be {KINDS[kind]}")
+            raise CheckpointError(f"{self.where}: {name} is {short(value)}; it must be {KINDS[kind]}")
         return kind(value)  # type: ignore[call-arg]
 
     def get(self, name: str, kind: type[T], default: D) -> T | D:
@@ -72,11 +72,11 @@ class Fields:
         value = self.data.get(name)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(item) is int for item in values):
-            raise CheckpointError(f"{self.where}: {name} is {_short(value)}; it must be a token id or a list of them")
+            raise CheckpointError(f"{self.where}: {name} is {short(value)}; it must be a token id or a list of them")
         return values
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """A value as it stands in a message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."

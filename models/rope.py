@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from models.fields import Fields
+from models.fields import Fields, short
 from runtime.errors import CheckpointError, UnsupportedModelError
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -124,15 +124,15 @@ def _type_of(nested: Fields) -> RopeType:
     """The rope type under its newer or older key."""
     new, old = nested.data.get("rope_type"), nested.data.get("type")
     if new is not None and old is not None and new != old:
-        raise CheckpointError(f"{nested.where}: rope_type is {new!r} and type is {old!r}; keep one of them")
+        raise CheckpointError(f"{nested.where}: rope_type is {short(new)} and type is {short(old)}; keep one of them")
     kind = old if new is None else new
     if kind is None:
         if set(nested.data) - {"rope_theta", "partial_rotary_factor", "rope_type", "type"}:
-            raise CheckpointError(f"{nested.where}: rope_type is missing beside {', '.join(sorted(nested.data))}")
+            raise CheckpointError(f"{nested.where}: rope_type is missing beside {short(sorted(nested.data))}")
         return "default"
     if kind not in get_args(RopeType):
         raise UnsupportedModelError(
-            f"{nested.where}: rope_type is {kind!r}; Quartet computes {', '.join(get_args(RopeType))}: tables that "
+            f"{nested.where}: rope_type is {short(kind)}; Quartet computes {', '.join(get_args(RopeType))}: tables that "
             "do not change with the prompt; remove the scaling if prompts stay within the original context"
         )
     return cast(RopeType, kind)

@@ -7,7 +7,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import httpx
 from huggingface_hub import errors, parse_safetensors_file_metadata, snapshot_download
 from tokenizers import Tokenizer
 
@@ -17,7 +16,7 @@ from models.demo import demo_folder
 from models.fields import Fields
 from models.gguf import GGUF
 from models.weights import INDEX, Entry, WeightFiles, file_names, open_file
-from runtime.errors import CheckpointError, ConfigError
+from runtime.errors import CheckpointError, ConfigError, QuartetError
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ HUB_ERRORS: dict[type[Exception], str] = {
     errors.OfflineModeIsEnabled: OFFLINE.replace("{offline}", " (HF_HUB_OFFLINE is set)"),
     errors.LocalEntryNotFoundError: OFFLINE.replace("{offline}", ""),
     errors.EntryNotFoundError: "lacks a file of weights ({reason}); Quartet reads safetensors",
-    httpx.TransportError: OFFLINE.replace("{offline}", " ({reason})"),
     Exception: "cannot be fetched from the Hugging Face hub: {reason}",
 }
 """What to say after the model's name, by the first class that fits."""
@@ -170,7 +168,9 @@ def _from_hub(name: str, revision: str | None, weights: bool, fetch: bool) -> Mo
         if not fetch:
             return _read(name, name, path, WeightFiles.of_folder(path, header))
         path = Path(snapshot_download(name, revision=revision, allow_patterns=[*DESCRIPTION, *file_names(path)]))
-    except (errors.HFValidationError, errors.HfHubHTTPError, errors.SafetensorsParsingError, httpx.HTTPError, OSError) as error:
+    except QuartetError:
+        raise
+    except Exception as error:  # the hub's client has changed its HTTP library, and with it what it raises, more than once
         words = next(words for kind, words in HUB_ERRORS.items() if isinstance(error, kind))
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{name!r} {words.format(name=name, revision=revision, reason=reason)}") from error
