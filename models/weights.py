@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.fields import Fields
+from models.fields import Fields, short
 from models.layout import EMBEDDING, LM_HEAD, Piece, part, pieces
 from runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -85,7 +85,7 @@ class WeightFiles:
         weight_map = Fields.read(path / INDEX).get("weight_map", dict, {})
         for name, file in weight_map.items():
             if name not in files[file]:
-                raise CheckpointError(f"{path / INDEX} puts {name} into {file}, which does not hold it")
+                raise CheckpointError(f"{path / INDEX} puts {name:.200} into {file}, which does not hold it")
         entries = {name: files[file][name] for name, file in weight_map.items()}
         return cls(str(path), entries, (name for held in files.values() for name in held if name not in weight_map))
 
@@ -121,7 +121,7 @@ class WeightFiles:
         self._check(table)
         used = {piece.source for piece in table} | ({LM_HEAD} if tied else set())
         stray = [name for name in self.entries if name not in used and not name.endswith("rotary_emb.inv_freq")]
-        notes += [f"tensor {name} is not part of the model and is left out" for name in self._unlisted + stray]
+        notes += [f"tensor {name:.200} is not part of the model and is left out" for name in self._unlisted + stray]
         return settled, notes
 
     def copy_into(self, targets: dict[str, Tensor], table: list[Piece], advance: Callable[[int], None]) -> None:
@@ -168,7 +168,7 @@ def file_names(path: Path) -> list[str]:
         return [SINGLE]
     weight_map = Fields.read(path / INDEX).get("weight_map", dict, {})
     for name, file in weight_map.items():
-        where = f"{path / INDEX}: the entry of {name} is {file!r}"
+        where = f"{path / INDEX}: the entry of {name:.200} is {short(file)}"
         if not isinstance(file, str) or not file.endswith(".safetensors"):
             raise CheckpointError(f"{where}; it must name a .safetensors file")
         # As written it must lie in the folder; a link there may lead out, as in the hub's cache.

@@ -1,4 +1,4 @@
-"""Each family as transformers itself saves it, against transformers: prefill and decode across every border, and greedy text."""
+"""Each family as transformers itself saves it, against transformers: prefill and decode across every border, greedy text."""
 
 import pytest
 import torch
