@@ -5,7 +5,7 @@ TORCH ?= torch>=2.11
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test fuzz lint clean
 
 demo: .venv/.base
 	@echo "== The demo model answers (first use fetches 98 MB) =="
@@ -21,6 +21,9 @@ test: .venv/.test
 	$(BIN)/mypy
 	@echo "== Tests =="
 	$(BIN)/python -m pytest
+
+fuzz: .venv/.test
+	FUZZ_SHARE=1 $(BIN)/python -m pytest tests/models/test_fuzz.py
 
 .venv/.base: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quartet needs Python 3.11 or newer; set PYTHON=/path/to/python")'

@@ -47,7 +47,7 @@ class Fields:
         except FileNotFoundError as error:
             raise CheckpointError(f"{path.parent} has no {path.name}; a model folder needs one") from error
         except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+            raise CheckpointError(f"{path} is not valid JSON: {one_line(error)}") from error
         if not isinstance(data, dict):
             raise CheckpointError(f"{path} holds no JSON object")
         return cls(data, str(path))
@@ -74,6 +74,11 @@ class Fields:
         if not all(type(item) is int for item in values):
             raise CheckpointError(f"{self.where}: {name} is {short(value)}; it must be a token id or a list of them")
         return values
+
+
+def one_line(error: BaseException) -> str:
+    """What an error of a library says, in a line that is not too long."""
+    return f"{' '.join(str(error).split()) or type(error).__name__:.300}"
 
 
 def short(value: Any) -> str:

@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.fields import Fields
+from models.fields import Fields, one_line
 from models.layout import pieces
 from models.weights import Entry, WeightFiles
 from runtime.errors import CheckpointError, UnsupportedModelError
@@ -67,7 +67,7 @@ class GGUF:
             self.fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         except Exception as error:  # whatever the reader trips over in a damaged file
-            raise CheckpointError(f"{path} is damaged or no GGUF file: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{path} is damaged or no GGUF file: {type(error).__name__}: {one_line(error)}") from error
         if self.fields.get("split.count", 0) > 1:
             raise CheckpointError(
                 f"{path} is one of {self.fields['split.count']} parts; join them with llama-gguf-split --merge"
@@ -131,7 +131,9 @@ class GGUF:
                 words = [name for name, kind in zip(names, known.get("token_type", ()), strict=False) if kind in kinds]
                 made.add_tokens([AddedToken(word, special=special, normalized=False) for word in words])
         except Exception as error:  # the library raises no narrower class
-            raise CheckpointError(f"{self.path}: the tokenizer cannot be rebuilt: {type(error).__name__}: {error}") from error
+            raise CheckpointError(
+                f"{self.path}: the tokenizer cannot be rebuilt: {type(error).__name__}: {one_line(error)}"
+            ) from error
         made.save(str(folder / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **marks}
         settings["chat_template"] = self.fields.get("tokenizer.chat_template")

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from models import random_weights
 from models.config import QUANTIZED_BY, ModelConfig
 from models.demo import demo_folder
-from models.fields import Fields
+from models.fields import Fields, one_line
 from models.gguf import GGUF
 from models.weights import INDEX, Entry, WeightFiles, file_names, open_file
 from runtime.errors import CheckpointError, ConfigError, QuartetError
@@ -172,8 +172,7 @@ def _from_hub(name: str, revision: str | None, weights: bool, fetch: bool) -> Mo
         raise
     except Exception as error:  # the hub's client has changed its HTTP library, and with it what it raises, more than once
         words = next(words for kind, words in HUB_ERRORS.items() if isinstance(error, kind))
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{name!r} {words.format(name=name, revision=revision, reason=reason)}") from error
+        raise CheckpointError(f"{name!r} {words.format(name=name, revision=revision, reason=one_line(error))}") from error
     return _read(name, name, path, WeightFiles.of_folder(path))
 
 
@@ -215,7 +214,7 @@ def _tokenizer_end_id(path: Path) -> list[int]:
     try:
         found = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id(token)
     except Exception as error:  # the library raises no other class
-        raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+        raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {one_line(error)}") from error
     return [] if found is None else [found]
 
 

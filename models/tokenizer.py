@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-from models.fields import Fields
+from models.fields import Fields, one_line
 from runtime.errors import CheckpointError, ConfigError, RequestError
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -59,7 +59,7 @@ class Tokenizer:
         try:
             self._hf: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # whatever a damaged tokenizer raises, from three libraries
-            raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {_one_line(error)}") from error
+            raise CheckpointError(f"the tokenizer in {path} cannot be loaded: {one_line(error)}") from error
         self._hf.model_max_length = sys.maxsize  # the engine refuses long prompts; a warning before would be noise
         self._hf.chat_template = self._chosen(self._hf.chat_template, chat_template)
         if self.has_chat_template:
@@ -166,7 +166,7 @@ class Tokenizer:
             with _time_limit(TEMPLATE_SECONDS):
                 text = self._hf.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
         except (TemplateError, *FAILURES) as error:
-            raise RequestError(f"the chat template refuses the messages: {_one_line(error)}", "messages") from error
+            raise RequestError(f"the chat template refuses the messages: {one_line(error)}", "messages") from error
         assert isinstance(text, str)
         return text
 
@@ -267,7 +267,3 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

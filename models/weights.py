@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.fields import Fields, short
+from models.fields import Fields, one_line, short
 from models.layout import EMBEDDING, LM_HEAD, Piece, part, pieces
 from runtime.errors import CheckpointError, UnsupportedModelError
 
@@ -194,7 +194,7 @@ def open_file(file: Path) -> dict[str, Entry]:
             size = int.from_bytes(opened.read(8), "little")
             header: dict[str, Any] = json.loads(opened.read(size))
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged or no safetensors file: {error}") from error
+        raise CheckpointError(f"{file} is damaged or no safetensors file: {one_line(error)}") from error
     header.pop("__metadata__", None)
     return {name: _entry(file, 8 + size + info["data_offsets"][0], info) for name, info in header.items()}
 
