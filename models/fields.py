@@ -84,4 +84,4 @@ def one_line(error: BaseException) -> str:
 def short(value: Any) -> str:
     """A value as it stands in a message."""
     text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return text if len(text) <= 200 else f"{text[:200]}..."

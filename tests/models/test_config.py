@@ -4,7 +4,7 @@ import pytest
 
 from models.config import ModelConfig
 from runtime.errors import CheckpointError, UnsupportedModelError
-from tests.checkpoints import TINY, edit_json, tensor_shapes, tiny
+from tests.checkpoints import TINY, edit_json, tensor_shapes, tiny, write_json
 
 
 def read(path, **config):
@@ -25,6 +25,14 @@ def read(path, **config):
         ({"num_attention_heads": 33, "num_key_value_heads": 2}, "num_key_value_heads 2"),
         ({"head_dim": 33}, "head_dim is 33"),
         ({"head_dim": 512}, "head_dim is 512"),
+        ({"num_hidden_layers": 5000}, "num_hidden_layers is 5000"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "quant_method 'compressed-tensors'"),
+        ({"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}}, "quant_method 'bitsandbytes'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "use its bfloat16 or float16 original"),
+        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"vision_config": {"hidden_size": 8}}, "give a text-only checkpoint"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "not all softmax attention"),
+        ({"model_type": "mistral", "architectures": None, "layer_types": ["full_attention", "sliding_attention"]}, "mixes"),
     ],
     ids=str,
 )
@@ -87,6 +95,33 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content):
 def test_a_folder_without_a_config_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
+def test_a_quantizers_own_file_tells_of_it_too(tmp_path, name):
+    write_json(tiny(tmp_path) / name, {"quant_method": "gptq", "bits": 4})
+    with pytest.raises(UnsupportedModelError, match="quantized"):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_an_adapter_is_told_from_a_model(tmp_path):
+    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": "owner/base"})
+    with pytest.raises(UnsupportedModelError, match=r"is an adapter of 'owner/base', not a model; merge it"):
+        ModelConfig.from_dir(tmp_path)
+
+
+def test_an_older_spelling_of_the_architecture_is_known(tmp_path):
+    assert read(tmp_path, architectures=["LLaMAForCausalLM"]).family == "llama"
+
+
+def test_defaults_of_absent_keys_are_those_of_transformers(tmp_path):
+    """Qwen3's head_dim was taken to be hidden_size over heads, and a window of null to be 4096."""
+    assert read(tmp_path, family="qwen3", drop=["head_dim"]).head_dim == 128
+    assert read(tmp_path, family="qwen2", use_sliding_window=True, max_window_layers=0, sliding_window=None).window is None
+    read(tmp_path)
+    edit_json(tmp_path / "config.json", model_type="seed_oss", architectures=None, drop=["head_dim"])
+    config = ModelConfig.from_dir(tmp_path)
+    assert (config.head_dim, config.qkv_bias, config.o_bias) == (128, True, False)
 
 
 def test_architectures_alone_tell_the_family(tmp_path):

@@ -42,6 +42,24 @@ def test_flags_and_odd_shapes_agree_with_hugging_face(tmp_path, family, config):
     assert_rule_n(tiny(tmp_path, family, **config))
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(
+            {"num_attention_heads": heads, "num_key_value_heads": kv, "hidden_size": 32 * heads}
+            for heads, kv in ((7, 1), (14, 2), (28, 4), (24, 8), (12, 2), (10, 2), (8, 8), (8, 1))
+        ),
+        *({"head_dim": head_dim} for head_dim in (64, 80, 96, 128)),
+        *({"hidden_size": hidden} for hidden in (896, 3584)),
+        *({"hidden_size": 64, "intermediate_size": width} for width in (592, 4864, 11008, 14336, 18944)),
+    ],
+    ids=str,
+)
+def test_head_ratios_and_widths_that_are_no_powers_of_two_agree(tmp_path, config):
+    """B01: kernels and views built on powers of two read or write the next group."""
+    assert_rule_n(tiny(tmp_path, num_hidden_layers=1, **config), count=40, prefill=30)
+
+
 def test_an_absent_head_dim_is_hidden_size_over_heads(tmp_path):
     path = tiny(tmp_path, drop=["head_dim", "num_key_value_heads"], hidden_size=160)
     assert open_model(path).head_dim == 20

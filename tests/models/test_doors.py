@@ -11,7 +11,7 @@ import runtime.__main__ as terminal
 from models.__main__ import run as look
 from runtime.__main__ import run as talk
 from runtime.__main__ import run_door
-from runtime.errors import RequestError, UnsupportedModelError
+from runtime.errors import CheckpointError, RequestError, UnsupportedModelError
 from tests.checkpoints import chain, edit_json, tiny, tok_b, tok_s
 
 FLAGS = ["--max-len", "128", "--max-slots", "1"]
@@ -134,6 +134,16 @@ def test_random_models_ask_for_ids_before_weights_are_made():
         talk(["random:llama-2-7b", "--prompt", "hi"])
 
 
+def test_an_unknown_random_model_is_told_from_one_without_a_tokenizer():
+    with pytest.raises(CheckpointError, match="random:gpt-2 is unknown; random models: llama-2-7b"):
+        talk(["random:gpt-2", "--prompt", "hi"])
+
+
+def test_auto_is_the_default_length(alphabet, capsys):
+    assert talk([alphabet, "--prompt", "x", "--raw", "--max-len", "auto", "--max-slots", "1"]) == 0
+    assert "context 512 positions" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -144,6 +154,8 @@ def test_random_models_ask_for_ids_before_weights_are_made():
         (["--prompt", "x", "--temperature", "nan"], 1, "error: temperature is nan"),
         (["--prompt", "x", "--max-tokens", "0"], 1, "error: max_tokens is 0"),
         (["--prompt-ids", "1,x"], 2, "no list of token ids"),
+        (["--prompt", "x", "--max-len", "some"], 2, "'some' is neither auto nor a whole number"),
+        (["--prompt", "x", "--chat-template", "none"], 1, "error: --chat-template 'none' is neither a file"),
         (["--dtype", "int8"], 2, "invalid choice"),
     ],
     ids=str,

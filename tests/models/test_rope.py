@@ -8,7 +8,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models.config import ModelConfig
-from models.decoder import rotary_tables
+from models.decoder import TABLE_ROWS, rotary_tables
 from models.rope import RopeConfig
 from runtime.errors import CheckpointError, UnsupportedModelError
 from tests.checkpoints import edit_json, tiny
@@ -135,6 +135,14 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path, scaling, error, names
     assert names in str(caught.value)
 
 
+@pytest.mark.parametrize("changes", [{"rope_theta": 1.0}, {"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}], ids=str)
+def test_numbers_that_give_no_rotation_are_refused(tmp_path, changes):
+    """A theta of 1 divided by zero inside yarn."""
+    tiny(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match="theta must be above 1, factor 1 or above"):
+        ModelConfig.from_dir(tmp_path)
+
+
 def test_partial_rotation_is_refused(tmp_path):
     tiny(tmp_path, partial_rotary_factor=0.5)
     with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
@@ -175,6 +183,15 @@ def test_tables_are_exact_at_far_positions():
     assert float((sin - angles.sin()).abs().max()) < 1e-6
     assert float(cos[256, 0]) == pytest.approx(-0.0398, abs=1e-4)
     assert float(cos[257, 0]) == pytest.approx(0.8193, abs=1e-4)
+
+
+def test_tables_are_computed_in_parts_without_a_seam():
+    cos, sin = rotary_tables(RopeConfig(), 8, TABLE_ROWS + 3, CPU)
+    short = rotary_tables(RopeConfig(), 8, 3, CPU)
+    assert torch.equal(cos[:3], short[0])
+    angles = torch.tensor(float(TABLE_ROWS + 2), dtype=torch.float64) * torch.tensor(plain(8), dtype=torch.float64)
+    torch.testing.assert_close(cos[-1], angles.cos().float())
+    torch.testing.assert_close(sin[-1], angles.sin().float())
 
 
 def test_a_model_in_bfloat16_keeps_its_tables_in_float32(tmp_path):

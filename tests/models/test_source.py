@@ -7,6 +7,7 @@ from models import find_model, load_engine
 from models.source import end_ids
 from runtime.config import EngineConfig
 from runtime.errors import CheckpointError, ConfigError, OutOfMemoryError, RequestError
+from runtime.kv_cache import RESERVE_BYTES
 from runtime.request import Request
 from tests.checkpoints import chain, edit_json, tiny, tok_b, write_json
 
@@ -79,6 +80,28 @@ def test_end_ids_of_a_wrong_type_are_refused(tmp_path, value):
     chain(tmp_path, ABC, eos_token_id=value)
     with pytest.raises(CheckpointError, match="eos_token_id"):
         find_model(str(tmp_path))
+
+
+# What generation_config.json asks for
+
+
+@pytest.mark.parametrize(
+    ("wishes", "taken"),
+    [
+        (
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
+        ),
+        ({"do_sample": True, "temperature": 1, "repetition_penalty": 1.5}, {"temperature": 1.0}),
+        ({"do_sample": False, "temperature": 0.6}, {}),
+        ({"temperature": -1, "top_k": 2.5, "top_p": "1", "min_p": None}, {}),
+        ({}, {}),
+    ],
+    ids=str,
+)
+def test_sampling_values_are_taken_where_they_are_sound(tmp_path, wishes, taken):
+    write_json(tiny(tmp_path) / "generation_config.json", wishes)
+    assert find_model(str(tmp_path)).sampling == taken
 
 
 # Names
@@ -172,6 +195,25 @@ def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path, monkeypa
     monkeypatch.setattr("models.load.load_model", lambda *_: pytest.fail("read weights"))
     with pytest.raises(OutOfMemoryError, match="does not fit"):
         load_engine(str(tok_b(tiny(tmp_path))), EngineConfig())
+
+
+def test_slots_give_way_where_memory_is_short_and_max_len_is_left_open(tmp_path, monkeypatch):
+    path = tok_b(tiny(tmp_path, max_position_embeddings=8192))
+    position = find_model(str(path)).config.kv_bytes_per_position("bfloat16")
+    room = find_model(str(path)).config.weight_bytes("bfloat16") + RESERVE_BYTES + 3 * 4200 * position
+    monkeypatch.setattr("models.load.free_bytes", lambda device: room)
+    loaded = load_engine(str(path), EngineConfig(), progress=False)
+    assert loaded.config.max_slots == 3
+    assert 3500 < loaded.config.max_len < 4200
+    assert "in each of 3 slots: cut from the model's 8192; 8 slots of 4096 positions do not fit" in "\n".join(loaded.notes)
+    with pytest.raises(OutOfMemoryError, match="at most"):
+        load_engine(str(path), EngineConfig(max_len=4096), progress=False)
+
+
+def test_a_long_silence_is_announced_where_there_is_no_progress_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("models.load.QUIET_BYTES", 1000)
+    load_engine(str(tok_b(tiny(tmp_path))), EngineConfig(max_len=32), random_weights=True)
+    assert "making " in capsys.readouterr().err
 
 
 def test_notes_tell_what_was_settled(tmp_path):

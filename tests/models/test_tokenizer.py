@@ -4,7 +4,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from models import Tokenizer
-from runtime.errors import CheckpointError, RequestError
+from models.tokenizer import template_names
+from runtime.errors import CheckpointError, ConfigError, RequestError
 from tests.checkpoints import CHATML, tok_b, tok_s
 
 PEPPER, FACE, CJK, ACUTE = "\U0001f336", "\U0001fae0", "\u9f9c", "\u00e9"
@@ -223,6 +224,34 @@ def test_without_a_template_a_chat_is_refused(tmp_path):
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="has no chat template"):
         tokenizer.encode_chat(user("a"))
+
+
+NAMED = [{"name": "default", "template": "d"}, {"name": "brief", "template": "b"}]
+
+
+def test_a_template_in_a_file_of_its_own_is_the_default(tmp_path):
+    path = tok_b(tmp_path, chat_template=None)
+    (path / "chat_template.jinja").write_text("f", encoding="utf-8")
+    assert Tokenizer(path).encode_chat(user("a")) == [102]
+    assert template_names(path) == ["default"]
+
+
+def test_named_templates_are_chosen_by_name_or_by_file(tmp_path):
+    path = tok_b(tmp_path / "model", chat_template=NAMED)
+    (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}é", encoding="utf-8")
+    assert template_names(path) == ["default", "brief"]
+    for wanted, text in ((None, "d"), ("brief", "b"), ("default", "d"), (str(tmp_path / "own.jinja"), f"a{ACUTE}")):
+        assert Tokenizer(path, wanted).encode_chat(user("a")) == list(text.encode())
+    for wanted in ("nothing", str(tmp_path), ""):
+        with pytest.raises(ConfigError, match=r"neither a file of text nor one of the model's templates \(default, brief\)"):
+            Tokenizer(path, wanted)
+
+
+def test_several_templates_without_a_default_ask_to_choose(tmp_path, caplog):
+    path = tok_b(tmp_path, chat_template=NAMED[1:])
+    assert not Tokenizer(path).has_chat_template
+    assert "choose with --chat-template: brief" in caplog.text
+    assert Tokenizer(path, "brief").encode_chat(user("a")) == [98]
 
 
 def test_options_reach_the_template(tmp_path):
