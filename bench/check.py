@@ -185,8 +185,8 @@ def _random_ids(vocab_size: int, count: int, seed: int) -> list[int]:
 def _judge(loaded: Loaded, ids: list[int], tensors: dict[str, Tensor], say: Callable[[str], None]) -> dict[str, Verdict]:
     """Rule N for every set of logits; each verdict is one line."""
     assert isinstance(loaded.engine.model, Decoder)
-    float32, same_dtype = reference(ids, loaded.source.path, loaded.engine.model)
-    how = "over our weights" if loaded.source.path is None else "read the folder"
+    float32, same_dtype = reference(ids, loaded.source.folder, loaded.engine.model)
+    how = "over our weights" if loaded.source.folder is None else "read the folder"
     say(f"reference: transformers {how}, eager attention, float32 and {loaded.config.dtype}")
     verdicts = {name: rule_n(logits, float32, same_dtype) for name, logits in tensors.items()}
     for name, verdict in verdicts.items():

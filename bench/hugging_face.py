@@ -101,7 +101,7 @@ def _config(config: ModelConfig) -> Any:
         rope["factor"] = config.rope.factor
         rope["low_freq_factor"], rope["high_freq_factor"] = config.rope.low_freq_factor, config.rope.high_freq_factor
         rope["original_max_position_embeddings"] = config.rope.original_max_position
-    elif config.rope.type != "default":
+    elif config.rope.type != "default" or config.rope.divisors:
         raise ConfigError(f"transformers with random weights has no rope type {config.rope.type} here; use the folder's own")
     # Families do not look at the fields that they have no use for.
     return AutoConfig.for_model(

@@ -97,7 +97,7 @@ def _cells(options: LatencyOptions, loaded: Loaded, modes: Sequence[tuple[str, s
     contenders: list[Contender] = [EngineRun(loaded.engine, ops, graph) for ops, graph in modes]
     if options.against:
         assert isinstance(model, Decoder)
-        contenders.append(TransformersRun(around(model, loaded.source.path, model.dtype, "sdpa")))
+        contenders.append(TransformersRun(around(model, loaded.source.folder, model.dtype, "sdpa")))
     weights = config.bytes_per_token(dtype)
     cells = []
     for shape in options.shapes():

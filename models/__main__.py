@@ -33,8 +33,8 @@ def describe(source: ModelSource, dtype: str) -> dict[str, str]:
     if source.sampling:
         asked = ", ".join(f"{name} {value:g}" for name, value in source.sampling.items())
         lines["sampling"] = f"{asked} (generation_config.json; a server's defaults)"
-    if source.path is not None and source.path.is_dir():
-        lines["chat templates"] = ", ".join(template_names(source.path)) or "none"
+    if source.folder is not None:
+        lines["chat templates"] = ", ".join(template_names(source.folder)) or "none"
     return lines
 
 

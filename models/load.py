@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from models.decoder import Decoder
-from models.gguf import GGUF
+from models.gguf import open_gguf
 from models.layout import allocate, pieces
 from models.random_weights import fill_randomly
 from models.source import ModelSource, find_model
@@ -53,7 +53,7 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, ma
     """
     files = None
     if source.path is not None:
-        files = GGUF(source.path).weights() if source.path.is_file() else WeightFiles.of_folder(source.path)
+        files = open_gguf(source.path).weights() if source.path.is_file() else WeightFiles.of_folder(source.path)
         files.settle(source.config)
     table = pieces(source.config)
     targets = allocate(table, device, dtype)
@@ -71,7 +71,7 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
     if source.path is None or source.path.is_dir():
         return None if source.path is None else Tokenizer(source.path, chat_template)
     with TemporaryDirectory() as folder:
-        GGUF(source.path).save_tokenizer(Path(folder))
+        open_gguf(source.path).save_tokenizer(Path(folder))
         return Tokenizer(Path(folder), chat_template)
 
 

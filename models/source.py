@@ -14,7 +14,7 @@ from models import random_weights
 from models.config import QUANTIZED_BY, ModelConfig
 from models.demo import demo_folder
 from models.fields import Fields, one_line
-from models.gguf import GGUF
+from models.gguf import open_gguf
 from models.weights import INDEX, Entry, WeightFiles, file_names, open_file
 from runtime.errors import CheckpointError, ConfigError, QuartetError
 
@@ -72,6 +72,11 @@ class ModelSource:
     end_ids: tuple[int, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     note: str | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, which transformers can read too; None where there is none."""
+        return self.path if self.path is not None and self.path.is_dir() else None
 
     def with_random_weights(self) -> "ModelSource":
         """The same shapes with random weights, no tokenizer and no limit of positions."""
@@ -191,7 +196,7 @@ def _read(name: str, label: str, path: Path, files: WeightFiles | None) -> Model
 
 
 def _read_gguf(name: str, path: Path) -> ModelSource:
-    gguf = GGUF(path)
+    gguf = open_gguf(path)
     config, _ = gguf.weights().settle(gguf.config)
     note = f"GGUF: {', '.join(gguf.quantized)} widened to {config.dtype}" if gguf.quantized else None
     ends = tuple(token for token in dict.fromkeys(gguf.end_ids) if 0 <= token < config.vocab_size)
