@@ -168,10 +168,8 @@ def _from_hub(name: str, revision: str | None, weights: bool, fetch: bool) -> Mo
     try:
         path = Path(snapshot_download(name, revision=revision, allow_patterns=DESCRIPTION))
         ModelConfig.from_dir(path)
-        if not weights:
-            return _read(name, name, path, None)
-        if not fetch:
-            return _read(name, name, path, WeightFiles.of_folder(path, header))
+        if not weights or not fetch:
+            return _read(name, name, path, WeightFiles.of_folder(path, header) if weights else None)
         path = Path(snapshot_download(name, revision=revision, allow_patterns=[*DESCRIPTION, *file_names(path)]))
     except QuartetError:
         raise
@@ -212,7 +210,7 @@ def _tokenizer_end_id(path: Path) -> list[int]:
     if token is None:
         return []
     for key, entry in settings.get("added_tokens_decoder", dict, {}).items():
-        if _content(entry) == token and key.isdigit():
+        if _content(entry) == token and key.isdecimal() and len(key) < 10:
             return [int(key)]
     if not (path / "tokenizer.json").is_file():
         return []

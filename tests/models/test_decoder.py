@@ -60,6 +60,11 @@ def test_head_ratios_and_widths_that_are_no_powers_of_two_agree(tmp_path, config
     assert_rule_n(tiny(tmp_path, num_hidden_layers=1, **config), count=40, prefill=30)
 
 
+def test_the_last_position_of_the_context_agrees(tmp_path):
+    """B05: a table or a mask that ends one position early."""
+    assert_rule_n(tiny(tmp_path, max_position_embeddings=64), count=64, prefill=60)
+
+
 def test_an_absent_head_dim_is_hidden_size_over_heads(tmp_path):
     path = tiny(tmp_path, drop=["head_dim", "num_key_value_heads"], hidden_size=160)
     assert open_model(path).head_dim == 20

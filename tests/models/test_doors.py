@@ -100,6 +100,15 @@ def test_a_model_without_a_template_continues_the_text(tmp_path, capsys):
     assert capsys.readouterr().out == " b c\n"
 
 
+def test_a_folder_of_an_odd_name_answers_like_a_plain_one(tmp_path, capsys, monkeypatch):
+    path = tok_b(chain(tmp_path / "my model #1 (v1.0) é", ALPHABET))
+    (path / "old.safetensors").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in (f"{path}/", path.name):
+        assert talk([name, "--prompt", "x", "--raw", *FLAGS]) == 0
+        assert capsys.readouterr().out == "yz\n"
+
+
 def test_max_tokens_cuts_and_ignore_eos_runs_on(alphabet, capsys):
     talk([alphabet, "--prompt", "x", "--raw", "--max-tokens", "1", *FLAGS])
     assert capsys.readouterr().out == "y\n"
