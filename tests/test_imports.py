@@ -20,6 +20,7 @@ NO_TORCH = (
     "runtime/config.py",
     "runtime/errors.py",
     "models/config.py",
+    "models/traffic.py",
     "server/schema.py",
 )
 
