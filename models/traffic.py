@@ -5,7 +5,6 @@ itself (attention's splits, split projections of batches above 1) are left out.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from models.config import DTYPE_BYTES, ModelConfig
 
@@ -36,11 +35,12 @@ class Launch:
 
 
 def layer_launches(
-    config: ModelConfig, ops: Literal["fused", "unfused"], dtype: str, batch: int = 1, context: int = 0
+    config: ModelConfig, ops: str, dtype: str, batch: int = 1, context: int = 0
 ) -> tuple[Launch, ...]:
     """The launches of one layer, in order: 5 fused; 15 unfused, 17 with per-head q and k norms.
 
     Args:
+        ops: "fused" or "unfused".
         dtype: of weights, cache and activations; a key of DTYPE_BYTES.
         batch: rows of the step (B).
         context: positions each row has in the cache before the step; a window bounds those that are read.
@@ -49,7 +49,7 @@ def layer_launches(
     return _fused_layer(config, unfused, DTYPE_BYTES[dtype], batch) if ops == "fused" else unfused
 
 
-def around_launches(config: ModelConfig, ops: Literal["fused", "unfused"], dtype: str, batch: int = 1) -> tuple[Launch, ...]:
+def around_launches(config: ModelConfig, ops: str, dtype: str, batch: int = 1) -> tuple[Launch, ...]:
     """The launches that come once a step: embedding, final norm and LM head (one launch if fused), the plain sampler."""
     c, v, size = config.hidden_size, config.vocab_size, DTYPE_BYTES[dtype]
     embed = Launch("embed", ("embed",), batch * c * size, 0, batch * c * size)

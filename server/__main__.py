@@ -40,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     http.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names the model answers to, the first is official"
     )
-    http.add_argument("--api-key", metavar="K", help=f"bearer token of every path but /health (default: ${KEY_VARIABLE})")
+    http.add_argument(
+        "--api-key", metavar="K", help=f"bearer token of every path but /health and the page (default: ${KEY_VARIABLE})"
+    )
     http.add_argument(
         "--max-queue", type=int, default=128, metavar="N", help="requests that may wait for a slot (default: 128)"
     )
@@ -51,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     http.add_argument(
         "--warm", choices=("mode", "all"), default="mode", help="graphs captured at start: the mode's (default) or every mode's"
     )
+    http.add_argument("--no-page", action="store_true", help="do not serve the page at /")
     http.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     return flags
 
@@ -76,6 +79,7 @@ def settings(args: argparse.Namespace, label: str) -> Settings:
         api_key=args.api_key or os.environ.get(KEY_VARIABLE),
         cors_origins=tuple(args.cors_origins),
         every_mode=args.warm == "all",
+        page=not args.no_page,
     )
 
 
@@ -94,7 +98,11 @@ def announce(loaded: Loaded, wanted: Settings, sock: socket.socket) -> None:
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::") and wanted.api_key is None:
         log.warning("anyone who can reach this machine can use this server; set --api-key or $%s", KEY_VARIABLE)
-    print(f"Serving {wanted.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    print(
+        f"Serving {wanted.names[0]} on {where}{' (a page to watch it: open that in a browser)' if wanted.page else ''}",
+        flush=True,
+    )
 
 
 def floor(known: Mapping[str, Any]) -> str:

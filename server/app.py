@@ -17,12 +17,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from models import Loaded
+from models.traffic import Launch, layer_launches
 from runtime.device import datasheet_gbps, describe
+from runtime.ops import OPS_SETS
 from server.body import parse_object, read_body
 from server.dispatch import Dispatcher
 from server.errors import ModelNotFoundError, encode
 from server.gate import Gate, refuse_foreign_pages, refuse_route
 from server.intake import Intake, Job
+from server.page import page_routes
 from server.reply import Reply
 from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults, SwitchRequest
 from server.shapes import ChatShape, CompletionShape, Envelope, Shape
@@ -30,6 +33,8 @@ from server.shapes import ChatShape, CompletionShape, Envelope, Shape
 MIN_BODY_BYTES = 8 << 20
 BODY_BYTES_PER_POSITION = 64
 """A token is at most a few characters, and JSON may write one as six; lists of prompts hold several contexts."""
+LAUNCHES_CONTEXT = 512
+"""Positions at which GET /v1/runtime tells the bytes of a layer's launches."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,11 @@ class Settings:
         names: the model's names, the first one official.
         max_queue: requests that may wait beside those that hold a slot.
         max_body_bytes: a larger body is refused unread; None: 8 MiB, or 64 bytes a position of the context if that is more.
-        api_key: bearer token of every path but /health; None asks for nothing.
+        api_key: bearer token of every path but /health and the page; None asks for nothing.
         cors_origins: origins whose pages may call; "*" is any.
         defaults: sampling values of requests that set none.
         every_mode: prepare the modes that the engine does not start in, too.
+        page: serve the page at GET /, open to all: it asks for the key itself.
     """
 
     names: tuple[str, ...]
@@ -53,6 +59,7 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     every_mode: bool = False
+    page: bool = True
 
 
 class Service:
@@ -130,7 +137,9 @@ class Service:
 
 def create_app(service: Service, settings: Settings) -> Starlette:
     """The ASGI application around a service; its lifespan runs the worker."""
-    middleware = [Middleware(Gate, api_key=settings.api_key)]
+    pages = page_routes() if settings.page else []
+    open_paths = ("/health", *(route.path for route in pages))
+    middleware = [Middleware(Gate, api_key=settings.api_key, open_paths=open_paths)]
     if settings.cors_origins:  # outside of the gate: browsers ask first and bring no key
         allow: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors_origins, **allow))
@@ -143,6 +152,7 @@ def create_app(service: Service, settings: Settings) -> Starlette:
             Route("/v1/runtime", service.runtime, methods=["GET", "POST"]),
             Route("/health", service.health),
             Route("/version", service.version),
+            *pages,
         ],
         middleware=middleware,
         exception_handlers={HTTPException: refuse_route},
@@ -153,9 +163,11 @@ def create_app(service: Service, settings: Settings) -> Starlette:
 
 
 def facts(loaded: Loaded) -> dict[str, Any]:
-    """What stays the same of GET /v1/runtime. floor_ms, the least time of a token, is None without a datasheet's read rate."""
+    """What stays the same of GET /v1/runtime. floor_ms, the least time of a token, is None without a datasheet's read rate, and
+    so is each launch's us_predicted, its bytes over that rate at batch 1 and launches_context positions."""
     config, device = loaded.config, loaded.engine.model.device
-    token_bytes, rate = loaded.source.config.bytes_per_token(config.dtype), datasheet_gbps(describe(device))
+    shapes, context = loaded.source.config, min(LAUNCHES_CONTEXT, loaded.engine.max_len - 1)
+    token_bytes, rate = shapes.bytes_per_token(config.dtype), datasheet_gbps(describe(device))
     return {
         "dtype": config.dtype,
         "device": config.device,
@@ -166,9 +178,22 @@ def facts(loaded: Loaded) -> dict[str, Any]:
         "weight_bytes": loaded.weight_bytes,
         "weight_bytes_per_token": token_bytes,
         "kv_cache_bytes": loaded.engine.cache.nbytes,
+        "window": shapes.window,
+        "kv_bytes_per_position": shapes.kv_bytes_per_position(config.dtype),
         "datasheet_gbps": rate,
         "floor_ms": None if rate is None else round(token_bytes / rate / 1e6, 3),
+        "launches_context": context,
+        "launches": {
+            ops: [_launch(each, rate) for each in layer_launches(shapes, ops, config.dtype, context=context)]
+            for ops in OPS_SETS
+        },
     }
+
+
+def _launch(launch: Launch, rate: float | None) -> dict[str, Any]:
+    """A launch of GET /v1/runtime; `rate` in GB/s."""
+    us = None if rate is None else round(launch.total_bytes / rate / 1e3, 3)
+    return {"name": launch.name, "fuses": launch.fuses, "bytes": launch.total_bytes, "us_predicted": us}
 
 
 def installed_version() -> str:

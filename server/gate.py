@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -31,7 +32,6 @@ from server.errors import (
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health",)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -40,11 +40,12 @@ class Gate:
 
     Args:
         app: what lies behind.
-        api_key: what every path but /health asks for as a bearer token; None asks for nothing.
+        api_key: what every path asks for as a bearer token, but for `open_paths`; None asks for nothing.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, api_key: str | None, open_paths: Sequence[str]) -> None:
         self._app = app
+        self._open_paths = frozenset(open_paths)
         self._api_key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,7 +84,7 @@ class Gate:
             await response(scope, receive, send_with_id)
 
     def _admits(self, path: str, headers: Headers) -> bool:
-        if self._api_key is None or path in OPEN_PATHS:
+        if self._api_key is None or path in self._open_paths:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._api_key)

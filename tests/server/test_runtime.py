@@ -89,6 +89,9 @@ class TestTelling:
         modes = told.pop("modes")
         assert told.pop("memory_used_bytes") > engine.cache.nbytes
         assert told.pop("device_name").startswith("CPU")
+        launches = told.pop("launches")
+        assert {ops: len(each) for ops, each in launches.items()} == {"fused": 5, "unfused": 15}
+        assert all(each["us_predicted"] is None and each["bytes"] > 0 for each in launches["fused"] + launches["unfused"])
         assert told.pop("weight_bytes_per_token") <= told["weight_bytes"]
         assert told == {
             "model": "test",
@@ -106,6 +109,9 @@ class TestTelling:
             "host_launches_per_step": 15 * layers + 4,
             "weight_bytes": engine.model.weight_bytes,
             "kv_cache_bytes": engine.cache.nbytes,
+            "kv_bytes_per_position": engine.cache.nbytes // (8 * 8192),
+            "window": None,
+            "launches_context": 512,
             "datasheet_gbps": None,
             "floor_ms": None,
         }

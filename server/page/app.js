@@ -1,0 +1,214 @@
+/* Owns the page's wiring: what the server is doing, who may act when, and which part is told of what. */
+
+import { ApiError, getRuntime, setKey, setRuntime } from "./api.js";
+import { Chat } from "./chat.js";
+import { $, say } from "./dom.js";
+import { drawLayer } from "./layer.js";
+import { Meter, modeName, sameMode, show } from "./meter.js";
+import { Race } from "./race.js";
+import { Strip } from "./strip.js";
+
+const LOOK_MS = 3000;
+let runtime = null; // what GET /v1/runtime last told
+
+/** The strip and the figures under it; figures begin anew when the mode changes. */
+class Live {
+  #strip = new Strip($("strip"));
+  #meter = new Meter();
+  #due = false;
+
+  meet(told) {
+    this.#strip.floor = told.floor_ms;
+    if (!told.datasheet_gbps) [$("bus-name"), $("bus-unit")].forEach((element, i) => say(element, ["memory", "GB/s"][i]));
+  }
+
+  begin() {
+    this.#meter = new Meter();
+  }
+
+  /** Tokens have come; the mode they count for. */
+  add(ms, count, context) {
+    this.#strip.add(ms, count, runtime);
+    this.#meter.add(ms, count, context);
+    if (!this.#due) setTimeout(() => this.#show(), (this.#due = 200)); // five times a second: figures to read
+    return runtime;
+  }
+
+  rest() {
+    this.#strip.rest();
+    this.#show();
+  }
+
+  redraw() {
+    this.#strip.draw();
+  }
+
+  #show() {
+    this.#due = false;
+    const { p50, p99, rate, gbps, share } = this.#meter.read(runtime);
+    say($("p50"), show(p50));
+    say($("p99"), show(p99));
+    say($("rate"), show(rate));
+    say($("bus"), share === null ? show(gbps) : show(100 * share, 0));
+  }
+}
+
+const live = new Live(), race = new Race(), chat = new Chat(live);
+
+/** Take what the server tells of itself. */
+function take(told) {
+  const first = runtime === null;
+  if (!first && !sameMode(runtime, told)) live.begin();
+  runtime = told;
+  state("ready", chat.streaming || race.running ? "streaming" : "ready");
+  if (first) {
+    say($("facts"), `${told.model} · ${told.device_name} · ${told.dtype} · ${told.layers} layers`);
+    document.title = `${told.model} · Quartet`;
+    live.meet(told);
+    drawLayer($("layer"), told);
+    race.lay(told);
+  }
+  document.body.dataset.ops = told.ops;
+  const refused = new Set(told.modes.map((mode) => mode.reason).filter(Boolean));
+  for (const input of document.querySelectorAll("#switch input")) {
+    input.checked = told[input.name] === input.value;
+    const mode = { ops: told.ops, graph: told.graph, [input.name]: input.value };
+    input.disabled = race.running || !told.modes.find((each) => sameMode(each, mode)).available;
+  }
+  const launches = `${told.launches_per_step} kernels a token, ${told.host_launches_per_step} launched by the host`;
+  const stood = told.stall_ms === undefined ? "" : ` Switched; streams stood still for ${show(told.stall_ms)} ms.`;
+  if (stood || first || refused.size) say($("why"), refused.size ? `Not here: ${[...refused].join("; ")}.` : `${modeName(told)}: ${launches}.${stood}`);
+  enable();
+}
+
+function state(kind, text) {
+  $("state").dataset.state = kind;
+  say($("state"), text);
+}
+
+/** Who may act now. */
+function enable() {
+  const busy = chat.streaming || race.running;
+  say($("send"), chat.streaming ? "Stop" : "Send");
+  $("send").disabled = race.running || !runtime;
+  say($("race"), race.running ? "Stop" : "Race");
+  $("race").disabled = chat.streaming || !runtime;
+  for (const button of document.querySelectorAll(".again, #ideas button")) button.disabled = busy || !runtime;
+  if (runtime && $("state").dataset.state === "ready") say($("state"), busy ? "streaming" : "ready");
+}
+
+/** An error of a call that no answer shows. */
+function tell(error) {
+  if (error.status === 401) {
+    say($("lock-error"), $("lock").open && $("key").value ? "That is not the key." : "");
+    if (!$("lock").open) $("lock").showModal();
+  } else if (error instanceof ApiError && (error.status === 0 || error.status >= 500)) {
+    state(error.status ? "starting" : "lost", error.message);
+  } else {
+    say($("why"), error.message);
+  }
+  if (!(error instanceof ApiError)) console.error(error);
+}
+
+async function look() {
+  try {
+    take(await getRuntime());
+    if ($("lock").open) $("lock").close();
+  } catch (error) {
+    tell(error);
+  }
+}
+
+/** Play something that keeps the page busy, from its first moment to its last. */
+async function during(work) {
+  const playing = work();
+  enable();
+  await playing.catch(tell);
+  enable();
+  look();
+}
+
+const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
+const fields = () => ({ temperature: number("temperature"), seed: number("seed"), max_tokens: number("limit") });
+
+function send(text) {
+  if (!$("ask").reportValidity()) return;
+  during(() => chat.send(text, fields(), $("system").value.trim()));
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (chat.streaming) return chat.stop();
+  const text = $("prompt").value.trim();
+  if (!text || $("send").disabled) return;
+  $("prompt").value = "";
+  grow();
+  send(text);
+});
+
+function grow() {
+  $("prompt").style.height = "auto";
+  $("prompt").style.height = `${$("prompt").scrollHeight}px`;
+}
+
+$("prompt").addEventListener("input", grow);
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  if (!chat.streaming) $("ask").requestSubmit();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") [chat, race].forEach((each) => each.stop());
+});
+$("log").addEventListener("click", (event) => {
+  if (event.target.matches(".again")) during(() => chat.retry(fields(), $("system").value.trim()));
+});
+$("ideas").addEventListener("click", (event) => {
+  if (event.target.matches("button")) send(event.target.textContent);
+});
+$("clear").addEventListener("click", () => chat.clear());
+$("switch").addEventListener("change", async ({ target }) => {
+  try {
+    take(await setRuntime({ [target.name]: target.value }));
+  } catch (error) {
+    tell(error);
+    take(runtime);
+  }
+});
+$("race").addEventListener("click", () => {
+  if (race.running) race.stop();
+  else during(() => race.run(runtime, chat.asked, live, take));
+});
+$("copy").addEventListener("click", async () => {
+  try {
+    await navigator.clipboard.writeText(race.text);
+    say($("copy"), "Copied");
+  } catch {
+    getSelection().selectAllChildren($("results")); // no clipboard without https: the browser's own copy is one key away
+    say($("copy"), "Selected");
+  }
+  setTimeout(() => say($("copy"), "Copy"), 2000);
+});
+$("unlock").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey($("key").value);
+  look();
+});
+$("lock").addEventListener("cancel", (event) => event.preventDefault());
+
+const THEMES = ["auto", "light", "dark"];
+function theme(name) {
+  document.documentElement.dataset.theme = name;
+  say($("theme"), `Theme: ${name}`);
+  live.redraw();
+}
+$("theme").addEventListener("click", () => {
+  const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
+  localStorage.setItem("quartet-theme", next);
+  theme(next);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => live.redraw());
+theme(localStorage.getItem("quartet-theme") ?? "auto");
+
+look();
+setInterval(() => document.hidden || $("lock").open || look(), LOOK_MS);
