@@ -19,6 +19,8 @@ class Live {
 
   meet(told) {
     this.#strip.floor = told.floor_ms;
+    $("floor").hidden = told.floor_ms === null;
+    say($("floor"), `${show(told.floor_ms)} ms: reading the weights at the datasheet's rate`);
     if (!told.datasheet_gbps) [$("bus-name"), $("bus-unit")].forEach((element, i) => say(element, ["memory", "GB/s"][i]));
   }
 
@@ -76,7 +78,7 @@ function take(told) {
     input.disabled = race.running || !told.modes.find((each) => sameMode(each, mode)).available;
   }
   const launches = `${told.launches_per_step} kernels a token, ${told.host_launches_per_step} launched by the host`;
-  const stood = told.stall_ms === undefined ? "" : ` Switched; streams stood still for ${show(told.stall_ms)} ms.`;
+  const stood = told.stall_ms === undefined ? "" : ` Streams stood still for ${told.stall_ms < 0.01 ? "under 0.01" : show(told.stall_ms)} ms.`;
   if (stood || first || refused.size) say($("why"), refused.size ? `Not here: ${[...refused].join("; ")}.` : `${modeName(told)}: ${launches}.${stood}`);
   enable();
 }
@@ -161,10 +163,14 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") [chat, race].forEach((each) => each.stop());
 });
 $("log").addEventListener("click", (event) => {
-  if (event.target.matches(".again")) during(() => chat.retry(fields(), $("system").value.trim()));
+  if (!event.target.matches(".again")) return;
+  $("send").focus(); // the button goes, the one that stops stays
+  during(() => chat.retry(fields(), $("system").value.trim()));
 });
 $("ideas").addEventListener("click", (event) => {
-  if (event.target.matches("button")) send(event.target.textContent);
+  if (!event.target.matches("button")) return;
+  $("prompt").focus();
+  send(event.target.textContent);
 });
 $("clear").addEventListener("click", () => chat.clear());
 $("switch").addEventListener("change", async ({ target }) => {

@@ -6,17 +6,65 @@ import { modeName, show } from "./meter.js";
 
 const NEAR = 48; // pixels from the end at which the log follows the text
 
+const log = $("log");
+const atEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < NEAR;
+const toEnd = () => (log.scrollTop = log.scrollHeight);
+
+/** One answer on the page, written once a frame: tokens may come faster than the screen. */
+class Answer {
+  #words = document.createTextNode("");
+  #note = el("p", { className: "note" }, "waiting for the first token");
+  #article = el("article", { className: "answer", "aria-label": "Answer" }, el("p", { className: "text" }, this.#words), this.#note);
+  #fresh = "";
+  #due = 0;
+
+  constructor() {
+    for (const button of log.querySelectorAll(".again")) button.remove();
+    log.append(this.#article);
+    log.setAttribute("aria-busy", "true");
+    toEnd();
+  }
+
+  get text() {
+    return this.#words.data + this.#fresh;
+  }
+
+  add(text) {
+    this.#fresh += text;
+    this.#due ||= requestAnimationFrame(() => this.#write());
+  }
+
+  /** @param {string} note what it took @param {string?} error what went wrong, in words @param {boolean} whole */
+  end(note, error, whole) {
+    cancelAnimationFrame(this.#due);
+    this.#write();
+    log.removeAttribute("aria-busy");
+    say(this.#note, note);
+    if (error) this.#article.append(el("p", { className: "error", role: "alert" }, error));
+    this.#article.append(el("button", { type: "button", className: "quiet again" }, whole ? "Another answer" : "Try again"));
+    toEnd();
+  }
+
+  #write() {
+    const follow = atEnd();
+    this.#words.appendData(this.#fresh);
+    if (this.#fresh) say(this.#note, ""); // its line stays
+    this.#fresh = "";
+    this.#due = 0;
+    if (follow) toEnd();
+  }
+}
+
 export class Chat {
   #turns = []; // { role, content }
-  #log = $("log");
   #stop = null;
   #live;
 
   /** @param live told of each token; see Live */
   constructor(live) {
     this.#live = live;
-    this.#log.addEventListener("scroll", () => ($("latest").hidden = this.#atEnd()));
-    $("latest").addEventListener("click", () => this.#toEnd());
+    log.addEventListener("scroll", () => ($("latest").hidden = atEnd()));
+    $("latest").addEventListener("click", toEnd);
   }
 
   get streaming() {
@@ -35,7 +83,7 @@ export class Chat {
   clear() {
     this.stop();
     this.#turns = [];
-    for (const article of this.#log.querySelectorAll("article")) article.remove();
+    for (const article of log.querySelectorAll("article")) article.remove();
     $("welcome").hidden = false;
   }
 
@@ -43,76 +91,38 @@ export class Chat {
   async send(text, fields, system) {
     $("welcome").hidden = true;
     this.#turns.push({ role: "user", content: text });
-    this.#log.append(el("article", { className: "user", "aria-label": "You" }, el("p", { className: "text" }, text)));
+    log.append(el("article", { className: "user", "aria-label": "You" }, el("p", { className: "text" }, text)));
     await this.#answer(fields, system);
   }
 
   /** Ask the last question again in place of its answer. */
   async retry(fields, system) {
-    while (this.#turns.length && this.#turns.at(-1).role !== "user") this.#turns.pop();
-    this.#log.lastElementChild.remove();
+    if (this.#turns.at(-1).role === "assistant") this.#turns.pop();
+    log.lastElementChild.remove();
     await this.#answer(fields, system);
   }
 
   async #answer(fields, system) {
-    const stop = (this.#stop = new AbortController()), turns = this.#turns;
-    const words = document.createTextNode("");
-    const note = el("p", { className: "note" }, "waiting for the first token");
-    const article = el("article", { className: "answer", "aria-label": "Answer" }, el("p", { className: "text" }, words), note);
-    for (const button of this.#log.querySelectorAll(".again")) button.remove();
-    this.#log.append(article);
-    this.#log.setAttribute("aria-busy", "true");
-    this.#toEnd();
-    const modes = new Set();
-    let fresh = "", due = false, error = null, told = null, tokens = 0;
-    const write = () => {
-      due = false;
-      const follow = this.#atEnd();
-      words.appendData(fresh);
-      if (words.data) say(note, ""); // its line stays
-      fresh = "";
-      if (follow) this.#toEnd();
-    };
-    const onText = (text) => {
-      fresh += text;
-      if (!due) due = requestAnimationFrame(write); // once a frame: tokens may come faster than the screen
-    };
-    const onTokens = (ms, count, context) => {
-      tokens += count;
-      modes.add(modeName(this.#live.add(ms, count, context)));
-    };
+    const stop = (this.#stop = new AbortController()), turns = this.#turns, answer = new Answer(), modes = new Set();
     const messages = [...(system ? [{ role: "system", content: system }] : []), ...turns];
     const began = performance.now();
+    let gaps = 0, told = null, error = null;
     try {
-      told = await chat({ ...fields, messages }, stop.signal, onText, onTokens);
+      told = await chat({ ...fields, messages }, stop.signal, (text) => answer.add(text), (ms, count, context) => {
+        gaps += count;
+        modes.add(modeName(this.#live.add(ms, count, context)));
+      });
     } catch (caught) {
-      error = caught;
+      error = stop.signal.aborted ? null : caught;
     }
     const seconds = ((performance.now() - began) / 1e3).toFixed(1);
-    cancelAnimationFrame(due);
-    write();
-    this.#live.rest();
-    this.#stop = null;
-    this.#log.removeAttribute("aria-busy");
-    if (words.data) turns.push({ role: "assistant", content: words.data });
-    const count = told ? `${told.tokens} tokens` : `ended after ${tokens + 1} tokens`;
+    const count = told ? `${told.tokens} tokens` : `ended after ${gaps + 1} tokens`;
     const facts = [`${count} in ${seconds} s`, told && `first after ${show(told.firstMs)} ms`, [...modes].join(", then ")];
-    say(note, told || tokens ? facts.filter(Boolean).join(" · ") : "");
-    if (error && !stop.signal.aborted) {
-      if (!(error instanceof ApiError)) console.error(error);
-      const why = error instanceof ApiError ? error.message : "The page made a mistake while it read the answer.";
-      article.append(el("p", { className: "error", role: "alert" }, why));
-    }
-    article.append(el("button", { type: "button", className: "quiet again" }, error ? "Try again" : "Another answer"));
-    this.#toEnd();
-    if (error?.status === 401) throw error;
-  }
-
-  #atEnd() {
-    return this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < NEAR;
-  }
-
-  #toEnd() {
-    this.#log.scrollTop = this.#log.scrollHeight;
+    const slip = error && !(error instanceof ApiError);
+    answer.end(told || gaps ? facts.filter(Boolean).join(" · ") : "", slip ? "The page failed to read the answer." : error?.message, told);
+    if (answer.text) turns.push({ role: "assistant", content: answer.text });
+    this.#stop = null;
+    this.#live.rest();
+    if (slip || error?.status === 401) throw error;
   }
 }

@@ -23,7 +23,7 @@ export function drawLayer(table, runtime) {
       const alone = unfused[next++];
       const cells = i ? [] : [
         el("td", { rowSpan: launch.fuses.length, "data-ops": "fused" },
-          el("div", { className: "block" }, el("b", {}, launch.name), el("span", {}, `${showBytes(launch.bytes)} `, el("i", {}, time(launch))),
+          el("div", { className: "block" }, el("b", {}, launch.name), el("span", {}, [showBytes(launch.bytes), time(launch)].filter(Boolean).join(" · ")),
             bar(launch, most))),
       ];
       cells.push(

@@ -81,7 +81,7 @@ export class Race {
   #verdict() {
     const p50 = (ops, graph) => this.#rows.find(({ mode }) => sameMode(mode, { ops, graph })).result?.p50;
     const graph = ["on", "off"].find((each) => p50("fused", each) && p50("unfused", each));
-    if (!graph) return "There is no fused and unfused figure to compare.";
+    if (!graph) return "No two modes that differ in fusing alone have figures to compare.";
     const [fused, unfused] = [p50("fused", graph), p50("unfused", graph)];
     const { layers, launches } = this.#runtime;
     const fewer = layers * (launches.unfused.length - launches.fused.length);

@@ -4,10 +4,10 @@ import { modeName, percentile, sameMode, show } from "./meter.js";
 
 const BAR = 4, GAP = 1, LEFT = 34, TOP = 16, BOTTOM = 6;
 
-/** The next of 1, 2, 5, 10, 20, 50 ... at or above a value. */
+/** The next of 1, 2, 3, 4, 5, 6, 8, 10, 20 ... at or above a value. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].find((step) => step * power >= value) * power;
+  return [1, 2, 3, 4, 5, 6, 8, 10].find((step) => step * power >= value) * power;
 }
 
 export class Strip {

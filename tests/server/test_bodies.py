@@ -135,7 +135,9 @@ def test_models_are_listed_with_their_context(letters):
     assert letters.http.get("/v1/models/nope").json()["error"]["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize("path", ["/page/none.js", "/v1", "/v1/embeddings", TEXT + "/", "/v1/../etc/passwd", "/health/x", "/%00"])
+@pytest.mark.parametrize(
+    "path", ["/page/none.js", "/v1", "/v1/embeddings", TEXT + "/", "/v1/../etc/passwd", "/health/x", "/%00"]
+)
 def test_unknown_routes_are_404_in_the_apis_form(letters, path):
     response = letters.http.get(path)
     assert response.status_code == 404

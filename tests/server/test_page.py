@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from server.__main__ import parser, settings
+from server.page import TYPES
 from tests import checkpoints
 from tests.server.conftest import alphabet
 from tests.server.serving import local_server, server_process, until
@@ -16,7 +18,7 @@ from tests.server.test_runtime import play_every_mode
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LAST_WORD = "{{ messages[-1]['content'] }}"
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><b>bold</b>"
-PACE_MS = {("fused", True): 4, ("fused", False): 10, ("unfused", True): 16, ("unfused", False): 40}
+PACE_MS = {("fused", True): 4, ("fused", False): 8, ("unfused", True): 14, ("unfused", False): 24}
 
 
 def next_token(token):
@@ -123,6 +125,38 @@ def middle_ms(page):
     return float(page.text_content("#p50").replace("–", "nan"))
 
 
+class TestFiles:
+    def test_each_goes_out_with_its_type_and_a_policy_that_lets_nothing_in(self, cpu):
+        front = cpu.http.get("/")
+        assert front.headers["content-type"] == "text/html; charset=utf-8"
+        names = re.findall(r'(?:href|src)="(page/[^"]+)"', front.text)
+        assert {"page/app.js", "page/style.css", "page/icon.svg"} <= set(names)
+        for name in names:
+            response = cpu.http.get(f"/{name}")
+            assert response.status_code == 200
+            assert response.headers["content-type"] in TYPES.values()
+            policy = response.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self';")
+            assert "unsafe" not in policy
+        assert not re.search(r"<script(?! type=\"module\" src=)|<style| style=| on[a-z]+=|https?:", front.text)
+
+    def test_they_are_open_where_a_key_is_set_and_what_they_read_is_not(self, words):
+        with local_server(words, {"api_key": "k"}) as server:
+            assert [server.http.get(path).status_code for path in ("/", "/page/app.js", "/page/none", "/v1/runtime")] == [
+                200,
+                200,
+                401,
+                401,
+            ]
+
+    def test_no_page_serves_none(self, words):
+        assert not settings(parser().parse_args(["--model", "demo", "--no-page"]), "demo").page
+        assert settings(parser().parse_args(["--model", "demo"]), "demo").page
+        with local_server(words, {"page": False}) as server:
+            assert [server.http.get(path).status_code for path in ("/", "/page/app.js")] == [404, 404]
+
+
+@pytest.mark.browser
 class TestChat:
     def test_an_answer_streams_and_what_it_took_is_told(self, visit, cpu):
         page = visit(cpu)
@@ -177,7 +211,7 @@ class TestChat:
 
     def test_long_answers_scroll_until_the_reader_scrolls_back(self, visit, four):
         flip(page := visit(four), ops="fused", graph="on")
-        page.set_viewport_size({"width": 1000, "height": 420})
+        page.set_viewport_size({"width": 1000, "height": 330})
         ask(page, "A", limit=1500)
         log = page.locator("#log")
         until(lambda: log.evaluate("e => e.scrollTop") > 40)
@@ -192,6 +226,7 @@ class TestChat:
         page.click("#send")
 
 
+@pytest.mark.browser
 class TestTheSwitch:
     def test_on_a_cpu_it_tells_why_there_is_one_mode(self, visit, cpu):
         page = visit(cpu)
@@ -205,15 +240,15 @@ class TestTheSwitch:
         flip(page, ops="unfused", graph="off")
         table = page.locator("#layer").bounding_box()
         ask(page, "A", limit=400)
-        until(lambda: middle_ms(page) > 35)
+        until(lambda: middle_ms(page) > 22)
         flip(page, ops="fused", graph="on")
         assert four.engine.modes.mode == ("fused", True)
-        until(lambda: middle_ms(page) < 20)
+        until(lambda: middle_ms(page) < 16)
         expect(answer(page).locator(".note")).to_contain_text("400 tokens in")
         expect(answer(page).locator(".note")).to_contain_text("unfused, eager, then fused, ")
         expect(answer(page).locator(".text")).to_have_text("A" * 400)
         assert page.locator("#layer").bounding_box() == table
-        expect(page.locator("#why")).to_contain_text("streams stood still for")
+        expect(page.locator("#why")).to_contain_text("Streams stood still for")
 
     def test_what_others_switch_is_seen(self, visit, four):
         page = visit(four)
@@ -228,6 +263,7 @@ class TestTheSwitch:
         expect(page.locator("#layer thead")).to_have_text("fused: 5 launchesunfused: 15 launches")
 
 
+@pytest.mark.browser
 def test_the_race_fills_its_table_and_returns_to_the_mode_it_found(visit, four):
     page = visit(four, permissions=["clipboard-read", "clipboard-write"])
     flip(page, ops="fused", graph="off")
@@ -248,6 +284,7 @@ def test_the_race_fills_its_table_and_returns_to_the_mode_it_found(visit, four):
     assert len(copied) == 8
 
 
+@pytest.mark.browser
 class TestTroubles:
     def test_a_server_that_is_lost_in_the_middle_of_an_answer_is_told(self, visit, words):
         with server_process(words) as server:
@@ -280,6 +317,7 @@ class TestTroubles:
             expect(answer(page)).to_contain_text("yz")
 
 
+@pytest.mark.browser
 class TestTheHouse:
     def test_nothing_is_asked_of_anyone_else(self, visit, cpu):
         page = visit(cpu)
@@ -329,6 +367,7 @@ class TestTheHouse:
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.browser
 @pytest.mark.model
 def test_the_demo_model_answers_on_the_page(visit):
     with server_process("demo", "--max-len", "512") as server:
