@@ -34,9 +34,7 @@ class Launch:
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
 
-def layer_launches(
-    config: ModelConfig, ops: str, dtype: str, batch: int = 1, context: int = 0
-) -> tuple[Launch, ...]:
+def layer_launches(config: ModelConfig, ops: str, dtype: str, batch: int = 1, context: int = 0) -> tuple[Launch, ...]:
     """The launches of one layer, in order: 5 fused; 15 unfused, 17 with per-head q and k norms.
 
     Args:

@@ -98,11 +98,9 @@ def announce(loaded: Loaded, wanted: Settings, sock: socket.socket) -> None:
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::") and wanted.api_key is None:
         log.warning("anyone who can reach this machine can use this server; set --api-key or $%s", KEY_VARIABLE)
-    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    print(
-        f"Serving {wanted.names[0]} on {where}{' (a page to watch it: open that in a browser)' if wanted.page else ''}",
-        flush=True,
-    )
+    if wanted.page:
+        print("GET / is a page to chat and to watch what a token costs; --no-page turns it off")
+    print(f"Serving {wanted.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
 
 
 def floor(known: Mapping[str, Any]) -> str:

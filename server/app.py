@@ -163,12 +163,15 @@ def create_app(service: Service, settings: Settings) -> Starlette:
 
 
 def facts(loaded: Loaded) -> dict[str, Any]:
-    """What stays the same of GET /v1/runtime. floor_ms, the least time of a token, is None without a datasheet's read rate, and
+    """What stays the same of GET /v1/runtime. prompts: what the model takes, "chat", "text" without a chat template, or "ids"
+    without a tokenizer. floor_ms, the least time of a token, is None without a datasheet's read rate, and
     so is each launch's us_predicted, its bytes over that rate at batch 1 and launches_context positions."""
     config, device = loaded.config, loaded.engine.model.device
     shapes, context = loaded.source.config, min(LAUNCHES_CONTEXT, loaded.engine.max_len - 1)
     token_bytes, rate = shapes.bytes_per_token(config.dtype), datasheet_gbps(describe(device))
+    tokenizer = loaded.tokenizer
     return {
+        "prompts": "ids" if tokenizer is None else "chat" if tokenizer.has_chat_template else "text",
         "dtype": config.dtype,
         "device": config.device,
         "device_name": describe(device),

@@ -36,18 +36,27 @@ async function call(path, body, signal) {
 export const getRuntime = async () => (await call("v1/runtime")).json();
 export const setRuntime = async (mode) => (await call("v1/runtime", mode)).json();
 
+/** Path and fields that say the messages to a model: to one that knows no chats as text, and without a tokenizer as bytes. */
+function prompt(prompts, messages, fields) {
+  if (prompts === "chat") return ["v1/chat/completions", { ...fields, messages }];
+  const text = messages.map((message) => message.content).join("\n"), bytes = [...new TextEncoder().encode(text)];
+  return ["v1/completions", { ...fields, max_tokens: fields.max_tokens ?? 256, prompt: prompts === "text" ? text : bytes }];
+}
+
 /**
- * Stream one chat.
- * @param {object} request fields of /v1/chat/completions
+ * Stream one answer.
+ * @param {"chat" | "text" | "ids"} prompts what the model takes, as GET /v1/runtime tells
+ * @param {object[]} messages of a chat @param {object} fields further ones of the request
  * @param {(text: string) => void} onText
  * @param {(ms: number, count: number, context: number) => void} onTokens `count` tokens came, `ms` apart; `context` positions
  *   were read for the last of them. A read that brings several tokens counts as so many gaps, each an equal part of its time.
  * @returns {Promise<{firstMs: number, tokens: number}>}
  */
-export async function chat(request, signal, onText, onTokens) {
+export async function stream(prompts, messages, fields, signal, onText, onTokens) {
   const asked = performance.now();
   const stream_options = { include_usage: true, continuous_usage_stats: true };
-  const response = await call("v1/chat/completions", { ...request, stream: true, stream_options }, signal);
+  const [path, said] = prompt(prompts, messages, fields);
+  const response = await call(path, { ...said, stream: true, stream_options }, signal);
   const reader = response.body.getReader();
   const decoder = new TextDecoder();
   let rest = "", tokens = 0, firstMs = null, last = 0, done = false;
@@ -66,7 +75,8 @@ export async function chat(request, signal, onText, onTokens) {
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ApiError(chunk.error.message, 500);
       usage = chunk.usage ?? usage;
-      const text = chunk.choices[0]?.delta.content;
+      const [choice] = chunk.choices;
+      const text = choice?.delta ? choice.delta.content : choice?.text;
       if (text) onText(text);
     }
     const count = (usage?.completion_tokens ?? 0) - tokens;

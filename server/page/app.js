@@ -9,6 +9,11 @@ import { Race } from "./race.js";
 import { Strip } from "./strip.js";
 
 const LOOK_MS = 3000;
+const TAKES = {
+  chat: "",
+  text: "This model knows no chats: it goes on from your text.",
+  ids: "This model has no tokenizer: it reads the bytes of your text and answers in token ids.",
+};
 let runtime = null; // what GET /v1/runtime last told
 
 /** The strip and the figures under it; figures begin anew when the mode changes. */
@@ -69,6 +74,7 @@ function take(told) {
     live.meet(told);
     drawLayer($("layer"), told);
     race.lay(told);
+    say($("takes"), TAKES[told.prompts]);
   }
   document.body.dataset.ops = told.ops;
   const refused = new Set(told.modes.map((mode) => mode.reason).filter(Boolean));
@@ -135,7 +141,7 @@ const fields = () => ({ temperature: number("temperature"), seed: number("seed")
 
 function send(text) {
   if (!$("ask").reportValidity()) return;
-  during(() => chat.send(text, fields(), $("system").value.trim()));
+  during(() => chat.send(text, runtime.prompts, fields(), $("system").value.trim()));
 }
 
 $("ask").addEventListener("submit", (event) => {
@@ -154,6 +160,7 @@ function grow() {
 }
 
 $("prompt").addEventListener("input", grow);
+$("ask").addEventListener("invalid", () => ($("settings").open = true), true); // what is wrong must be seen
 $("prompt").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
@@ -165,7 +172,7 @@ document.addEventListener("keydown", (event) => {
 $("log").addEventListener("click", (event) => {
   if (!event.target.matches(".again")) return;
   $("send").focus(); // the button goes, the one that stops stays
-  during(() => chat.retry(fields(), $("system").value.trim()));
+  during(() => chat.retry(runtime.prompts, fields(), $("system").value.trim()));
 });
 $("ideas").addEventListener("click", (event) => {
   if (!event.target.matches("button")) return;

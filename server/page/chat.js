@@ -1,6 +1,6 @@
 /* Owns the conversation: its turns, the answer as it grows, stop and retry. Does not own how a stream is read (api). */
 
-import { ApiError, chat } from "./api.js";
+import { ApiError, stream } from "./api.js";
 import { $, el, say } from "./dom.js";
 import { modeName, show } from "./meter.js";
 
@@ -87,33 +87,34 @@ export class Chat {
     $("welcome").hidden = false;
   }
 
-  /** Ask; `fields` are the request's but for its messages. */
-  async send(text, fields, system) {
+  /** Ask; `prompts` is what the model takes, `fields` are the request's but for its messages. */
+  async send(text, prompts, fields, system) {
     $("welcome").hidden = true;
     this.#turns.push({ role: "user", content: text });
     log.append(el("article", { className: "user", "aria-label": "You" }, el("p", { className: "text" }, text)));
-    await this.#answer(fields, system);
+    await this.#answer(prompts, fields, system);
   }
 
   /** Ask the last question again in place of its answer. */
-  async retry(fields, system) {
+  async retry(prompts, fields, system) {
     if (this.#turns.at(-1).role === "assistant") this.#turns.pop();
     log.lastElementChild.remove();
-    await this.#answer(fields, system);
+    await this.#answer(prompts, fields, system);
   }
 
-  async #answer(fields, system) {
+  async #answer(prompts, fields, system) {
     const stop = (this.#stop = new AbortController()), turns = this.#turns, answer = new Answer(), modes = new Set();
     const messages = [...(system ? [{ role: "system", content: system }] : []), ...turns];
     const began = performance.now();
     let gaps = 0, told = null, error = null;
     try {
-      told = await chat({ ...fields, messages }, stop.signal, (text) => answer.add(text), (ms, count, context) => {
+      told = await stream(prompts, messages, fields, stop.signal, (text) => answer.add(text), (ms, count, context) => {
         gaps += count;
         modes.add(modeName(this.#live.add(ms, count, context)));
       });
     } catch (caught) {
       error = stop.signal.aborted ? null : caught;
+      stop.abort();
     }
     const seconds = ((performance.now() - began) / 1e3).toFixed(1);
     const count = told ? `${told.tokens} tokens` : `ended after ${gaps + 1} tokens`;

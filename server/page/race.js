@@ -1,6 +1,6 @@
 /* Owns the race: the modes one after another on one prompt, a table of what each took, and its copy as text. */
 
-import { chat, setRuntime } from "./api.js";
+import { setRuntime, stream } from "./api.js";
 import { $, el, say } from "./dom.js";
 import { Meter, modeName, sameMode, show } from "./meter.js";
 
@@ -61,8 +61,8 @@ export class Race {
 
   async #heat(prompt, live) {
     const meter = new Meter();
-    const request = { messages: [{ role: "user", content: prompt }], temperature: 0, max_tokens: TOKENS, ignore_eos: true };
-    const { firstMs } = await chat(request, this.#stop.signal, () => {}, (ms, count, context) => {
+    const messages = [{ role: "user", content: prompt }], fields = { temperature: 0, max_tokens: TOKENS, ignore_eos: true };
+    const { firstMs } = await stream(this.#runtime.prompts, messages, fields, this.#stop.signal, () => {}, (ms, count, context) => {
       live.add(ms, count, context);
       meter.add(ms, count, context);
     });

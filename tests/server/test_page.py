@@ -201,6 +201,17 @@ class TestChat:
         page.wait_for_selector(".again")
         assert [turn["role"] for turn in asked[2]["messages"]] == ["system", "user", "assistant", "user"]
 
+    @pytest.mark.parametrize("kind", ["text", "ids"])
+    def test_models_that_know_no_chats_are_prompted_all_the_same(self, visit, words, kind, monkeypatch):
+        monkeypatch.setattr("models.Tokenizer.has_chat_template", property(lambda self: False))
+        with local_server(words, text=kind == "text") as server:
+            page = visit(server)
+            expect(page.locator("#takes")).to_contain_text("This model")
+            ask(page, "A")
+            expect(answer(page).locator(".note")).to_contain_text("256 tokens in")
+            ask(page, "x")
+            expect(answer(page).locator(".text")).to_have_text("yz" if kind == "text" else " 121 122")
+
     def test_markup_stays_text(self, visit, cpu):
         page = visit(cpu)
         ask(page, f"{MARKUP}0")
@@ -372,6 +383,8 @@ class TestTheHouse:
 def test_the_demo_model_answers_on_the_page(visit):
     with server_process("demo", "--max-len", "512") as server:
         page = visit(server)
+        page.click("summary")
+        page.fill("#temperature", "0")
         page.get_by_role("button", name="What is the capital of France?").click()
         expect(answer(page).locator(".text")).to_contain_text("Paris", timeout=60_000)
         page.press("#prompt", "Escape")

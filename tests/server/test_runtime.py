@@ -95,6 +95,7 @@ class TestTelling:
         assert told.pop("weight_bytes_per_token") <= told["weight_bytes"]
         assert told == {
             "model": "test",
+            "prompts": "chat",
             "ops": "unfused",
             "graph": "off",
             "pdl": "off",
