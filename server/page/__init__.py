@@ -19,7 +19,7 @@ TYPES = {
 HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types reader"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",

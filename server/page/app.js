@@ -1,6 +1,6 @@
 /* Owns the page's wiring: what the server is doing, who may act when, and which part is told of what. */
 
-import { ApiError, getRuntime, setKey, setRuntime } from "./api.js";
+import { ApiError, getRuntime, keepKey, setRuntime } from "./api.js";
 import { Chat } from "./chat.js";
 import { $, say } from "./dom.js";
 import { drawLayer } from "./layer.js";
@@ -64,8 +64,8 @@ const live = new Live(), race = new Race(), chat = new Chat(live);
 
 /** Take what the server tells of itself. */
 function take(told) {
-  const first = runtime === null;
-  if (!first && !sameMode(runtime, told)) live.begin();
+  const first = runtime?.model !== told.model || runtime.device_name !== told.device_name; // or another server has come
+  if (first || !sameMode(runtime, told)) live.begin();
   runtime = told;
   state("ready", chat.streaming || race.running ? "streaming" : "ready");
   if (first) {
@@ -204,7 +204,7 @@ $("copy").addEventListener("click", async () => {
 });
 $("unlock").addEventListener("submit", (event) => {
   event.preventDefault();
-  setKey($("key").value);
+  keepKey($("key").value);
   look();
 });
 $("lock").addEventListener("cancel", (event) => event.preventDefault());

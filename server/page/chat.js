@@ -1,8 +1,9 @@
 /* Owns the conversation: its turns, the answer as it grows, stop and retry. Does not own how a stream is read (api). */
 
-import { ApiError, stream } from "./api.js";
+import { ApiError } from "./api.js";
 import { $, el, say } from "./dom.js";
 import { modeName, show } from "./meter.js";
+import { stream } from "./stream.js";
 
 const NEAR = 48; // pixels from the end at which the log follows the text
 
@@ -90,6 +91,7 @@ export class Chat {
   /** Ask; `prompts` is what the model takes, `fields` are the request's but for its messages. */
   async send(text, prompts, fields, system) {
     $("welcome").hidden = true;
+    if (this.#turns.at(-1)?.role === "user") this.#turns.pop(); // what got no answer is no part of the talk
     this.#turns.push({ role: "user", content: text });
     log.append(el("article", { className: "user", "aria-label": "You" }, el("p", { className: "text" }, text)));
     await this.#answer(prompts, fields, system);
@@ -108,13 +110,14 @@ export class Chat {
     const began = performance.now();
     let gaps = 0, told = null, error = null;
     try {
-      told = await stream(prompts, messages, fields, stop.signal, (text) => answer.add(text), (ms, count, context) => {
+      told = await stream(prompts, messages, fields, stop.signal, ({ text, ms, count, context }) => {
+        if (text) answer.add(text);
+        if (!count) return;
         gaps += count;
         modes.add(modeName(this.#live.add(ms, count, context)));
       });
     } catch (caught) {
       error = stop.signal.aborted ? null : caught;
-      stop.abort();
     }
     const seconds = ((performance.now() - began) / 1e3).toFixed(1);
     const count = told ? `${told.tokens} tokens` : `ended after ${gaps + 1} tokens`;

@@ -1,8 +1,9 @@
 /* Owns the race: the modes one after another on one prompt, a table of what each took, and its copy as text. */
 
-import { setRuntime, stream } from "./api.js";
+import { setRuntime } from "./api.js";
 import { $, el, say } from "./dom.js";
 import { Meter, modeName, sameMode, show } from "./meter.js";
+import { stream } from "./stream.js";
 
 const TOKENS = 64;
 const HEADS = ["mode", "first ms", "p50 ms", "p99 ms", "tok/s", "bus"];
@@ -62,7 +63,8 @@ export class Race {
   async #heat(prompt, live) {
     const meter = new Meter();
     const messages = [{ role: "user", content: prompt }], fields = { temperature: 0, max_tokens: TOKENS, ignore_eos: true };
-    const { firstMs } = await stream(this.#runtime.prompts, messages, fields, this.#stop.signal, () => {}, (ms, count, context) => {
+    const { firstMs } = await stream(this.#runtime.prompts, messages, fields, this.#stop.signal, ({ ms, count, context }) => {
+      if (!count) return;
       live.add(ms, count, context);
       meter.add(ms, count, context);
     });

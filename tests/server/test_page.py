@@ -253,7 +253,7 @@ class TestTheSwitch:
         ask(page, "A", limit=400)
         until(lambda: middle_ms(page) > 22)
         flip(page, ops="fused", graph="on")
-        assert four.engine.modes.mode == ("fused", True)
+        until(lambda: four.engine.modes.mode == ("fused", True))
         until(lambda: middle_ms(page) < 16)
         expect(answer(page).locator(".note")).to_contain_text("400 tokens in")
         expect(answer(page).locator(".note")).to_contain_text("unfused, eager, then fused, ")
@@ -313,6 +313,11 @@ class TestTroubles:
         page = visit(cpu)
         ask(page, "a" * 5000)
         expect(answer(page).get_by_role("alert")).to_contain_text("the prompt has 5000 tokens and the context holds 4096")
+        asked = []
+        page.on("request", lambda request: asked.append(request.post_data_json) if "chat" in request.url else None)
+        ask(page, "x")
+        expect(answer(page)).to_contain_text("yz")
+        assert asked[0]["messages"] == [{"role": "user", "content": "x"}]  # what was refused would be refused again and again
 
     def test_with_a_key_set_the_page_asks_for_it(self, visit, words):
         with local_server(words, {"api_key": "sesame"}) as server:
