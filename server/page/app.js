@@ -4,9 +4,9 @@ import { ApiError, getRuntime, keepKey, setRuntime } from "./api.js";
 import { Chat } from "./chat.js";
 import { $, say } from "./dom.js";
 import { drawLayer } from "./layer.js";
-import { Meter, modeName, sameMode, show } from "./meter.js";
+import { Live } from "./live.js";
+import { modeName, sameMode, show } from "./meter.js";
 import { Race } from "./race.js";
-import { Strip } from "./strip.js";
 
 const LOOK_MS = 3000;
 const TAKES = {
@@ -16,62 +16,18 @@ const TAKES = {
 };
 let runtime = null; // what GET /v1/runtime last told
 
-/** The strip and the figures under it; figures begin anew when the mode changes. */
-class Live {
-  #strip = new Strip($("strip"));
-  #meter = new Meter();
-  #due = false;
-
-  meet(told) {
-    this.#strip.floor = told.floor_ms;
-    $("floor").hidden = told.floor_ms === null;
-    say($("floor"), `${show(told.floor_ms)} ms: reading the weights at the datasheet's rate`);
-    if (!told.datasheet_gbps) [$("bus-name"), $("bus-unit")].forEach((element, i) => say(element, ["memory", "GB/s"][i]));
-  }
-
-  begin() {
-    this.#meter = new Meter();
-  }
-
-  /** Tokens have come; the mode they count for. */
-  add(ms, count, context) {
-    this.#strip.add(ms, count, runtime);
-    this.#meter.add(ms, count, context);
-    if (!this.#due) setTimeout(() => this.#show(), (this.#due = 200)); // five times a second: figures to read
-    return runtime;
-  }
-
-  rest() {
-    this.#strip.rest();
-    this.#show();
-  }
-
-  redraw() {
-    this.#strip.draw();
-  }
-
-  #show() {
-    this.#due = false;
-    const { p50, p99, rate, gbps, share } = this.#meter.read(runtime);
-    say($("p50"), show(p50));
-    say($("p99"), show(p99));
-    say($("rate"), show(rate));
-    say($("bus"), share === null ? show(gbps) : show(100 * share, 0));
-  }
-}
-
 const live = new Live(), race = new Race(), chat = new Chat(live);
 
 /** Take what the server tells of itself. */
 function take(told) {
   const first = runtime?.model !== told.model || runtime.device_name !== told.device_name; // or another server has come
-  if (first || !sameMode(runtime, told)) live.begin();
+  const changed = first || !sameMode(runtime, told) || told.stall_ms !== undefined;
   runtime = told;
+  live.take(told);
   state("ready", chat.streaming || race.running ? "streaming" : "ready");
   if (first) {
     say($("facts"), `${told.model} · ${told.device_name} · ${told.dtype} · ${told.layers} layers`);
     document.title = `${told.model} · Quartet`;
-    live.meet(told);
     drawLayer($("layer"), told);
     race.lay(told);
     say($("takes"), TAKES[told.prompts]);
@@ -85,7 +41,7 @@ function take(told) {
   }
   const launches = `${told.launches_per_step} kernels a token, ${told.host_launches_per_step} launched by the host`;
   const stood = told.stall_ms === undefined ? "" : ` Streams stood still for ${told.stall_ms < 0.01 ? "under 0.01" : show(told.stall_ms)} ms.`;
-  if (stood || first || refused.size) say($("why"), refused.size ? `Not here: ${[...refused].join("; ")}.` : `${modeName(told)}: ${launches}.${stood}`);
+  if (changed) say($("why"), refused.size ? `Not here: ${[...refused].join("; ")}.` : `${modeName(told)}: ${launches}.${stood}`);
   enable();
 }
 

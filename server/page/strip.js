@@ -23,6 +23,7 @@ export class Strip {
 
   /** Milliseconds the memory bus needs at least; null: not known. */
   set floor(ms) {
+    if (this.#floor === ms) return;
     this.#floor = ms;
     this.draw();
   }
@@ -76,9 +77,11 @@ export class Strip {
       pen.fillRect(x, tall ? TOP : y(bar.ms), BAR, base - (tall ? TOP : y(bar.ms)));
       if (tall) pen.clearRect(x - 1, TOP + 6, BAR + 2, 3); // a broken bar goes on past the top
       if (before && !sameMode(before, bar.mode)) {
+        const name = modeName(bar.mode);
+        pen.clearRect(x - 1, 0, pen.measureText(name).width + 8, TOP - 2); // the newer name stands over the older
         pen.fillStyle = color("--ink");
         pen.fillRect(x - 1, 0, 1, base);
-        pen.fillText(modeName(bar.mode), x + 4, 10);
+        pen.fillText(name, x + 4, 10);
       }
       before = bar.mode;
     });

@@ -266,6 +266,7 @@ class TestTheSwitch:
         flip(page, ops="unfused")
         four.http.post("/v1/runtime", json={"ops": "fused"})
         expect(page.locator("input[value=fused]")).to_be_checked()
+        expect(page.locator("#why")).to_contain_text(re.compile("^fused, .* kernels a token"))
 
     def test_the_layer_is_drawn_as_its_launches(self, visit, four):
         page = visit(four)
