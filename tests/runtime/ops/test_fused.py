@@ -289,13 +289,6 @@ def test_embed_reads_each_slots_last_token_and_makes_idle_rows_of_done_slots(wid
     assert rows.positions.tolist() == [70, 0, 0, 50, 60]
 
 
-class Unfused(UnfusedOps):
-    """The unfused path with attention's twin, which takes no compiling for each number of splits."""
-
-    def attention(self, q, attention, rows, k_cache, v_cache):
-        return attention_torch(q, attention, rows, k_cache, v_cache)
-
-
 def no_worse(name, ours, unfused, wanted):
     top = wanted.abs().max().item()
     errors = [(each.float() - wanted).abs().max().item() / top for each in (ours, unfused)]
@@ -319,7 +312,7 @@ def test_a_layer_of_7b_models_errs_no_more_than_the_unfused_path(model):
     o, gate_up, down, head = (
         linear(n, width, dtype) for n, width in ((c, heads * d), (2 * f, c), (c, f), (config.vocab_size, c))
     )
-    norm, ops, unfused = random(c, dtype=dtype, scale=0.1, near=1), fused(), Unfused()
+    norm, ops, unfused = random(c, dtype=dtype, scale=0.1, near=1), fused(), UnfusedOps()
     for batch in (1, 2, 3, 8, 16):
         x, a, h = random(batch, c, dtype=dtype), random(batch, heads * d, dtype=dtype), random(batch, f, dtype=dtype)
         slots = [-1 if row == 2 else batch - 1 - row for row in range(batch)]
