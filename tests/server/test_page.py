@@ -313,7 +313,7 @@ class TestTroubles:
     def test_a_refusal_is_told_in_the_servers_words_where_it_happened(self, visit, cpu):
         page = visit(cpu)
         ask(page, "a" * 5000)
-        expect(answer(page).get_by_role("alert")).to_contain_text("the prompt has 5000 tokens and the context holds 4096")
+        expect(answer(page).get_by_role("alert")).to_contain_text("shorten the prompt to at most 4095 tokens")
         asked = []
         page.on("request", lambda request: asked.append(request.post_data_json) if "chat" in request.url else None)
         ask(page, "x")
