@@ -216,10 +216,7 @@ def _kind(fields: Fields) -> str | None:
     config, names = fields.data, str(fields.data.get("architectures")).lower()
     if any(config.get(key) for key in ("vision_config", "audio_config", "text_config", "vision_tower")):
         return "vision"
-    if (
-        any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
-        or "moe" in names
-    ):
+    if "moe" in names or any(config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         return "experts"
     if any(key.startswith(("mamba_", "ssm_", "linear_num_", "attn_layer_")) for key in config):
         return "hybrid"
@@ -232,20 +229,18 @@ def _window(fields: Fields, family: str) -> int | None:
     """The sliding window, of every layer or of none. Mistral's is 4096 where the key is absent, Qwen's must be switched on:
     as in transformers."""
     layers = fields.need("num_hidden_layers", int)
-    default = None if family == "phi3" else 4096
-    window = fields.get("sliding_window", int, None) if "sliding_window" in fields.data else default
-    if family in ("llama", "seed_oss"):
-        window = None
+    default = None if family == "phi3" or "sliding_window" in fields.data else 4096
+    window = None if family in ("llama", "seed_oss") else fields.get("sliding_window", int, default)
     by_count = ["sliding_attention"] * min(layers, MAX_LAYERS)
     if family in ("qwen2", "qwen3"):
         if not fields.get("use_sliding_window", bool, False):
             return None
         full = 0 if fields.data.get("max_window_layers") == 0 else fields.get("max_window_layers", int, 28)
         by_count[:full] = ["full_attention"] * min(full, layers)
-    kinds = fields.get("layer_types", list, by_count) if window else ["full_attention"]
-    if set(kinds) == {"full_attention"} or window is None:
+    kinds = set(fields.get("layer_types", list, by_count))
+    if window is None or kinds == {"full_attention"}:
         return None
-    if set(kinds) != {"sliding_attention"}:
+    if kinds != {"sliding_attention"}:
         raise UnsupportedModelError(
             f"{fields.where}: use_sliding_window or layer_types mixes windowed and full layers, which Quartet does not run; "
             f"set sliding_window to null if prompts stay within {window} positions"

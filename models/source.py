@@ -25,30 +25,22 @@ DESCRIPTION += ["special_tokens_map.json", "added_tokens.json", "vocab.json", "m
 DESCRIPTION += ["additional_chat_templates/*"]
 """What is fetched before the weights, which are those the index names: some repositories hold them twice."""
 
-OFFLINE = (
-    "is not in the Hugging Face cache and the hub cannot be reached{offline}; run `hf download {name}` on a machine that is "
-    "online, or give a local folder"
-)
+OFFLINE = "is not in the Hugging Face cache and the hub cannot be reached; run `hf download {name}` on a machine that is online"
 HUB_ERRORS: dict[type[Exception], str] = {
     errors.HFValidationError: "is neither a folder here nor a Hugging Face hub id",
     errors.GatedRepoError: "is gated: accept its terms on https://huggingface.co/{name}, then run `hf auth login`",
     errors.RevisionNotFoundError: "has no revision {revision!r}",
     errors.RepositoryNotFoundError: "is neither a folder here nor a public model on the Hugging Face hub; check the spelling, "
     "or run `hf auth login` if it is private",
-    errors.OfflineModeIsEnabled: OFFLINE.replace("{offline}", " (HF_HUB_OFFLINE is set)"),
-    errors.LocalEntryNotFoundError: OFFLINE.replace("{offline}", ""),
+    errors.OfflineModeIsEnabled: OFFLINE + " and without HF_HUB_OFFLINE, or give a local folder",
+    errors.LocalEntryNotFoundError: OFFLINE + ", or give a local folder",
     errors.EntryNotFoundError: "lacks a file of weights ({reason}); Quartet reads safetensors",
     Exception: "cannot be fetched from the Hugging Face hub: {reason}",
 }
 """What to say after the model's name, by the first class that fits."""
 
-SAMPLING: dict[str, tuple[type[float], float]] = {
-    "temperature": (float, 100),
-    "top_k": (int, 2**31 - 1),
-    "top_p": (float, 1),
-    "min_p": (float, 1),
-}
-"""What is taken from generation_config.json, its type, and the most it may be; the least is 0."""
+MOST = {"temperature": 100.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 1.0}
+"""What is taken from generation_config.json, and the most it may be; the least is 0."""
 
 
 @dataclass(frozen=True)
@@ -140,17 +132,17 @@ def end_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:
-    """What generation_config.json asks for in SAMPLING, unless its do_sample is false. Penalties in a file are never taken."""
+    """What generation_config.json asks for among MOST, unless its do_sample is false. Penalties in a file are never taken."""
     if not (path / "generation_config.json").is_file():
         return {}
     data = Fields.read(path / "generation_config.json").data
     if data.get("do_sample") is False:
         return {}
     found = {}
-    for name, (kind, most) in SAMPLING.items():
-        value = data.get(name)
-        if isinstance(value, int | kind) and 0 <= value <= most:  # True is 1
-            found[name] = kind(value)
+    for name, most in MOST.items():
+        value: Any = data.get(name)
+        if type(value) in (int, type(most)) and 0 <= value <= most:
+            found[name] = type(most)(value)
         elif value is not None:
             log.warning("%s: generation_config.json has %s %.40r and is not followed in it", path, name, value)
     return found

@@ -30,9 +30,10 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Stored types that are read. A run keeps them, but for float64, which becomes float32."""
 
-BUFFER_BYTES = 16 << 20
+BUFFER_BYTES = 4 << 20
 THREADS = 8
-"""Reads in flight, each into a buffer of its own that is pinned for a GPU and used again: no mapped file, so no page faults."""
+"""Reads in flight, each into a buffer of its own that is pinned for a GPU and used again. Small and few, since memory that is
+touched for the first time is slow; a mapped file would be touched page by page."""
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[int, int, Tensor], Tensor] | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return DTYPES[self.dtype].itemsize * math.prod(self.shape[1:])
 
 
 class WeightFiles:
@@ -127,10 +132,11 @@ class WeightFiles:
     def copy_into(self, targets: dict[str, Tensor], table: list[Piece], advance: Callable[[int], None]) -> None:
         """Fill the targets; types are converted on the way. `advance` is told the bytes filled, from several threads."""
         device = next(iter(targets.values())).device
+        size = max(BUFFER_BYTES, *(self.entries[piece.source].row_bytes for piece in table))
         thread = threading.local()
 
         def start() -> None:
-            thread.lane = _Lane(device)
+            thread.lane = _Lane(device, size)
 
         def fill(job: tuple[Piece, int, int]) -> None:
             piece, first, last = job
@@ -139,7 +145,8 @@ class WeightFiles:
             advance(into.nbytes)
 
         with ThreadPoolExecutor(THREADS, "weights", start) as pool:
-            list(pool.map(fill, [job for piece in table for job in _jobs(piece)]))
+            jobs = [(piece, *rows) for piece in table for rows in _runs(self.entries[piece.source], size)]
+            list(pool.map(fill, jobs))
 
     def _check(self, table: list[Piece]) -> None:
         """Every piece must be there, in the shape that the config asks for and a type that is read."""
@@ -214,10 +221,9 @@ def _missing(file: Path) -> str:
 
 def _entry(file: Path, offset: int, info: dict[str, Any]) -> Entry:
     shape, name = tuple(info["shape"]), info["dtype"]
-    if name not in DTYPES or not shape:
+    if name not in DTYPES or 0 in shape or not shape:
         return Entry(str(file), shape, name)
-    dtype = DTYPES[name]
-    row_bytes = dtype.itemsize * math.prod(shape[1:])
+    dtype, row_bytes = DTYPES[name], DTYPES[name].itemsize * math.prod(shape[1:])
 
     def read(first: int, last: int, buffer: Tensor) -> Tensor:
         rows = buffer[: (last - first) * row_bytes]
@@ -234,27 +240,27 @@ def _entry(file: Path, offset: int, info: dict[str, Any]) -> Entry:
     return Entry(str(file), shape, name, read)
 
 
-def _jobs(piece: Piece) -> Iterable[tuple[Piece, int, int]]:
-    """A piece cut into runs of rows that fit a buffer, whichever type is stored."""
-    step = max(1, BUFFER_BYTES // (8 * math.prod(piece.shape[1:])))
-    return ((piece, first, min(first + step, piece.shape[0])) for first in range(0, piece.shape[0], step))
+def _runs(entry: Entry, size: int) -> Iterable[tuple[int, int]]:
+    """First and last of the runs of rows that fill a buffer of some bytes."""
+    step = size // entry.row_bytes
+    return ((first, min(first + step, entry.shape[0])) for first in range(0, entry.shape[0], step))
 
 
 def _equal(a: Entry, b: Entry) -> bool:
     """Whether two tensors hold the same values; taken to be so where only their headers are here."""
-    if a.read is None or b.read is None or a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or a.read is None or b.read is None:
         return a.shape == b.shape and a.dtype == b.dtype
-    buffers = [torch.empty(BUFFER_BYTES, dtype=torch.uint8) for _ in range(2)]
-    jobs = _jobs(Piece("", a.shape, ""))
-    return all(torch.equal(a.read(i, j, buffers[0]), b.read(i, j, buffers[1])) for _, i, j in jobs)
+    size = max(BUFFER_BYTES, a.row_bytes)
+    ours, theirs = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
+    return all(torch.equal(a.read(*rows, ours), b.read(*rows, theirs)) for rows in _runs(a, size))
 
 
 class _Lane:
     """One thread's way onto a device: a buffer and, for a GPU, a stream, so that several threads' copies overlap."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size: int) -> None:
         self._device, cuda = device, device.type == "cuda"
-        self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=cuda)
+        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=cuda)
         self._stream = torch.cuda.Stream(device) if cuda else None
         if self._stream is not None:  # the targets may lie where earlier work is not yet done
             self._stream.wait_stream(torch.cuda.current_stream(device))
