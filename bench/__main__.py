@@ -69,6 +69,7 @@ def _add_check(flags: argparse.ArgumentParser) -> None:
 def _add_engine_flags(flags: argparse.ArgumentParser) -> None:
     """The doors' engine flags, with lists where a bench plays several; the slots follow from what is played."""
     add_engine_flags(flags, model_positional=False)
+    flags.set_defaults(prefix_reuse=False)  # no prompt may be answered from an earlier pass's cache
     for flag, words in (("--ops", ("auto", "fused", "unfused")), ("--graph", ("auto", "on", "off"))):
         flags.add_argument(flag, type=_list(_word(words)), default=("auto",), metavar="NAME,NAME", help=", ".join(words))
     flags.add_argument("--max-slots", type=int, metavar="N", help="default: what the largest batch needs")

@@ -46,6 +46,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, model_positional: bool) ->
     )
     group.add_argument("--max-slots", type=int, default=8, metavar="N", help=f"requests at once, 1 to {MAX_SLOTS} (default: 8)")
     group.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens between two decode steps")
+    group.add_argument(
+        "--no-prefix-reuse", dest="prefix_reuse", action="store_false", help="compute every prompt from its first token"
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -54,7 +57,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: a value outside its range.
     """
-    names = ("device", "dtype", "ops", "graph", "pdl", "max_len", "max_slots", "prefill_chunk")
+    names = ("device", "dtype", "ops", "graph", "pdl", "max_len", "max_slots", "prefill_chunk", "prefix_reuse")
     return EngineConfig(**{name: getattr(args, name) for name in names})
 
 

@@ -25,6 +25,8 @@ class EngineConfig:
         max_len: positions a slot can hold, prompt and answer together; None: the model's, cut to what fits.
         max_slots: requests that run at once, 1 to 16.
         prefill_chunk: prompt tokens computed between two decode steps of the running requests.
+        prefix_reuse: whether a prompt takes over K and V that an earlier one with the same beginning has left or is using. It
+            lets one user time whether another has sent the same text.
 
     Raises:
         ConfigError: a value outside the ranges above.
@@ -38,6 +40,7 @@ class EngineConfig:
     max_len: int | None = None
     max_slots: int = 8
     prefill_chunk: int = 512
+    prefix_reuse: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -39,7 +39,8 @@ class _Flight:
 
 
 class Engine:
-    """Continuous batching over the slots of one model. Each `step` plays at most one prompt chunk and one decode step.
+    """Continuous batching over the slots of one model. Each `step` plays at most one prompt chunk and one decode step of all
+    who decode: no stream stands still for longer than a chunk and a step.
 
     Args:
         model: the decoder; the engine's cache and state live on its device.
@@ -60,10 +61,11 @@ class Engine:
         )
         self.state = SlotState.allocate(config.max_slots, model.device, model.vocab_size)
         self._sampler = Sampler()
-        self._scheduler = Scheduler(config.max_slots, self.max_len)
+        self._scheduler = Scheduler(config.max_slots, self.max_len, config.prefix_reuse)
         self._slot_of_row = torch.full((config.max_slots,), -1, dtype=torch.int32, device=model.device)
         self.modes = Modes(model, self._sampler, self.cache, self.state, self._slot_of_row, config)
         self._rows: list[Running] = []  # what _slot_of_row says now
+        self._last_hidden = [torch.empty(0)] * config.max_slots  # of each slot's prompt, [1, C]
         self._uploads = PinnedRing(STATE_WIDTH, model.device)
         self._readback = PinnedRing(config.max_slots * TOLD_WORDS, model.device)
         self._flights: deque[_Flight] = deque()
@@ -99,7 +101,7 @@ class Engine:
         """Refuse what can never run here; safe to call from any thread.
 
         Raises:
-            RequestError: a token id outside the vocabulary.
+            RequestError: a token id outside the vocabulary, or `cached` in an engine that finds out by itself.
             ContextLengthError: the prompt leaves no room for a token.
         """
         biased = [token for token, _ in request.params.logit_bias]
@@ -107,6 +109,8 @@ class Engine:
             for token in ids:
                 if not 0 <= token < self.model.vocab_size:
                     raise RequestError(f"token id {token} is outside the vocabulary of 0 to {self.model.vocab_size - 1}", name)
+        if request.cached and self.config.prefix_reuse:
+            raise RequestError(f"cached is {request.cached} and this engine reuses prefixes by itself; turn prefix_reuse off")
         if len(request.prompt_ids) >= self.max_len:
             raise ContextLengthError(
                 f"the prompt has {len(request.prompt_ids)} tokens and the context holds {self.max_len}, the answer included; "
@@ -156,9 +160,9 @@ class Engine:
             prefilling = self._scheduler.next_prefill()
             if prefilling is not None:
                 self._prefill(prefilling)
-                if prefilling.decoding:  # its first token is out: it is told before anything else is launched
-                    return events + self._commit(0)
             decoding = self._scheduler.decoding()
+            if decoding == [prefilling]:  # nobody waits for a step: its first token is told before anything else is launched
+                return events + self._commit(0)
             if decoding:
                 self._decode(decoding)
             events += self._commit(self._run_ahead if decoding else 0)
@@ -180,16 +184,23 @@ class Engine:
     def _prefill(self, running: Running) -> None:
         """Enqueue one chunk of a prompt, and the first token behind the last chunk."""
         prompt = running.request.prompt_ids
+        if running.prefilled == 0:
+            source = self._scheduler.begin(running)
+            if source != running.slot and running.prefilled:
+                self.cache.copy_prefix(source, running.slot, running.prefilled)
+            self._last_hidden[running.slot] = self._last_hidden[source]  # of use where all of the prompt was there
         start = running.prefilled
         chunk = prompt[start : start + self.config.prefill_chunk]
-        hidden = self.model.prefill(self._on_device(chunk, torch.int64), start, running.slot, self.cache)
-        running.prefilled += len(chunk)
-        if running.request.prompt_logprobs is not None:
-            self._score(running, hidden, prompt[start + 1 : start + 1 + len(chunk)], running.request.prompt_logprobs)
+        if chunk:
+            hidden = self.model.prefill(self._on_device(chunk, torch.int64), start, running.slot, self.cache)
+            self._last_hidden[running.slot] = hidden[-1:].clone()
+            self._scheduler.advance(running, len(chunk))
+            if running.request.prompt_logprobs is not None:
+                self._score(running, hidden, prompt[start + 1 : start + 1 + len(chunk)], running.request.prompt_logprobs)
         if running.decoding:
             slots = torch.full((1,), running.slot, dtype=torch.int32, device=self.model.device)
             rows = Rows(slots, torch.full_like(slots, len(prompt) - 1))
-            logits = self.model.logits(hidden[-1:])
+            logits = self.model.logits(self._last_hidden[running.slot])
             told = self._sampler.draw(logits, rows, self.state, variant([running.request.params]))
             self._flights.append(_Flight([running], self._readback.download(told)))
 
@@ -242,7 +253,7 @@ class Engine:
         if finish == "error":
             return TokenEvent(request.id, None, finish, NOT_FINITE_MESSAGE)
         logprobs = read_told(words, request.params.logprobs) if request.params.logprobs is not None else None
-        return TokenEvent(request.id, token, finish, logprobs=logprobs, prompt_logprobs=prompt)
+        return TokenEvent(request.id, token, finish, logprobs=logprobs, prompt_logprobs=prompt, cached=running.cached)
 
     def _prompt_logprobs(self, running: Running, top: int) -> tuple[Logprobs | None, ...]:
         """One for each prompt token; nothing comes before the first, so it has none."""

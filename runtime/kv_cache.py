@@ -54,6 +54,11 @@ class KVCache:
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of every layer from one slot to another, in stream order."""
+        for cache in (self.k, self.v):
+            cache[:, target, :, :length].copy_(cache[:, source, :, :length])
+
     def layers(self) -> list[LayerCache]:
         """A view of each layer."""
         return [LayerCache(k, v) for k, v in zip(self.k.unbind(0), self.v.unbind(0), strict=True)]

@@ -109,9 +109,10 @@ class Request:
             always produced: whoever wants a prompt scored and nothing else asks for 1 and drops it.
         min_tokens: tokens before which no end id can be drawn.
         end_ids: ids that end the answer, at most 16; the id itself is produced and counted.
-        cached: prompt tokens, from the first on, whose K and V lie in the slot's cache already; prefill begins behind them.
+        cached: prompt tokens, from the first on, whose K and V lie in every slot already; prefill begins behind them. For those
+            who fill the cache themselves, in an engine without prefix reuse.
         prompt_logprobs: None, or how many alternatives are told with each prompt token beside its own log-probability. Needs
-            the whole prompt computed, so `cached` must be 0.
+            the whole prompt computed: `cached` must be 0, and no prefix is reused.
 
     Raises:
         RequestError: empty prompt, one that is cached to its end, counts outside their ranges, or more than 16 end ids.
@@ -168,6 +169,7 @@ class TokenEvent:
         message: what went wrong, with finish "error".
         logprobs: the token's, where the request asked.
         prompt_logprobs: with the request's first token, where it asked: one for each prompt token, None for the first of them.
+        cached: with a token, how many of its request's prompt tokens were found in the cache and not computed.
     """
 
     request_id: str
@@ -176,3 +178,4 @@ class TokenEvent:
     message: str | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: tuple[Logprobs | None, ...] | None = None
+    cached: int = 0

@@ -62,6 +62,17 @@ def judge(path: Path, ours: Tensor, ids: Sequence[int], dtype: torch.dtype, firs
     return verdict
 
 
+def assert_greedy(path: Path, prompt: Sequence[int], tokens: Sequence[int], dtype: torch.dtype) -> int:
+    """Greedy tokens are those of Hugging Face in float32 wherever that leads by more than rounding can move; how many are."""
+    ids = [*prompt, *tokens]
+    reference = hugging_face(path, ids, torch.float32)[len(prompt) - 1 : -1]
+    same = reference if dtype == torch.float32 else hugging_face(path, ids, dtype)[len(prompt) - 1 : -1]
+    first, second = reference.topk(2, dim=1).values.unbind(1)
+    decided = first - second > max(4 * float((same - reference).abs().max()), 2e-3)
+    assert torch.equal(torch.tensor(tokens)[decided], reference.argmax(dim=1)[decided])
+    return int(decided.sum())
+
+
 def assert_rule_n(path: Path, count: int = 48, prefill: int = 32, chunk: int = 16, device: str = "cpu") -> Verdict:
     """Load a folder, play random ids through prefill and decode, and hold them against Hugging Face on the CPU."""
     decoder = open_model(path, max_len=count, device=device)

@@ -75,16 +75,27 @@ def test_a_long_prompt_is_computed_in_chunks_while_others_keep_their_pace():
     engine = make(prefill_chunk=2)
     engine.submit(Request("short", (1,), max_tokens=8))
     engine.step()
-    engine.submit(Request("long", (1, 2, 3, 4, 5, 6, 7), max_tokens=1))
+    engine.submit(Request("long", tuple(range(20, 27)), max_tokens=1))
     told = [[e.request_id for e in engine.step()] for _ in range(5)]
-    assert told == [["short"], ["short"], ["short"], ["long"], ["short"]]
+    assert told == [["short"], ["short"], ["short"], ["long", "short"], ["short"]]
+
+
+def test_a_stream_ticks_in_every_step_while_many_prompts_arrive():
+    """The step that computed a prompt's last chunk played no decode step: each arrival cost the others a chunk more."""
+    engine = make(max_slots=16)
+    engine.submit(Request("first", (1,), max_tokens=14))
+    engine.step()
+    for i in range(12):
+        engine.submit(Request(f"next {i}", (1, 2), max_tokens=1))
+    told = [[e.request_id for e in engine.step()] for i in range(12)]
+    assert told == [[f"next {i}", "first"] for i in range(12)]
 
 
 def test_prefill_begins_behind_what_is_cached():
     model, starts = FakeModel(), []
     inner = model.prefill
     model.prefill = lambda ids, start, *rest: starts.append((start, ids.tolist())) or inner(ids, start, *rest)
-    engine = make(model, prefill_chunk=2)
+    engine = make(model, prefill_chunk=2, prefix_reuse=False)
     engine.cache.k[0, :, 0, :2, 0] = 9.0
     assert [e.token for e in run(engine, Request("a", (1, 2, 3, 4, 5), max_tokens=2, cached=2))] == [6, 7]
     assert starts == [(2, [3, 4]), (4, [5])]

@@ -3,36 +3,13 @@
 import pytest
 import torch
 
-from models import find_model, load_model
-from runtime.config import EngineConfig
-from runtime.engine import Engine
 from runtime.request import Request, SamplingParams
 from tests.checkpoints import fixed, tiny
-from tests.rule_n import hugging_face
+from tests.rule_n import assert_greedy, hugging_face, judge
+from tests.runtime.engines import MODES, engine_over, recorded, some_ids
 
-
-def load(path, slots=1, max_len=512, **options):
-    decoder = load_model(find_model(str(path)), torch.device("cpu"), torch.bfloat16, max_len, progress=False)
-    return Engine(
-        decoder, EngineConfig("cpu", "bfloat16", "unfused", "off", "off", max_len=max_len, max_slots=slots, **options)
-    )
-
-
-def record(engine, request_id):
-    """Run what is queued to its end; the logits that each token of `request_id` was drawn from."""
-    logits, draw = [], engine._sampler.draw
-
-    def recording(rows_logits, rows, *rest):
-        running = [r.request.id for r in engine._scheduler._running]
-        if running == [request_id]:
-            logits.append(rows_logits.clone())
-        return draw(rows_logits, rows, *rest)
-
-    engine._sampler.draw = recording
-    while engine.has_work:
-        engine.step()
-    engine._sampler.draw = draw
-    return torch.cat(logits)
+SHORT = some_ids(5, seed=2)
+LONG = some_ids(300, seed=1)
 
 
 @pytest.fixture(scope="module")
@@ -40,37 +17,74 @@ def path(tmp_path_factory):
     return tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def ids(count, seed):
-    return tuple(torch.randint(512, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
-@pytest.mark.parametrize("prefix", [0, 3, 5])
-@pytest.mark.parametrize("aborted", [False, True])
-def test_a_short_request_after_a_long_one_has_the_logits_it_has_alone(path, prefix, aborted):
-    """A short prompt in a slot that a longer one had used saw its old keys, and could answer the earlier user's text."""
-    short = ids(5, seed=2)
-    engine = load(path)
-    engine.submit(Request("b", short, max_tokens=8))
-    alone = record(engine, "b")
-    engine = load(path, prefill_chunk=128)
-    engine.submit(Request("a", short[:prefix] + ids(300, seed=1), max_tokens=20))
-    for _ in range(2 if aborted else 0):
+def serve(engine, prompt, aborted=0):
+    """Run a request to its end, or drop it half-way: while its prompt is computed, or while it decodes."""
+    engine.submit(Request("a", prompt, max_tokens=20))
+    for _ in range(aborted):
         engine.step()
-    if aborted:
-        engine.cancel("a")
+    engine.cancel("a" if aborted else "nobody")
     while engine.has_work:
         engine.step()
-    engine.submit(Request("b", short, max_tokens=8))
-    assert torch.equal(record(engine, "b"), alone)
 
 
-def test_company_changes_no_token_that_rule_n_decides_and_none_alone(path):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_short_request_after_a_long_one_has_the_logits_it_has_alone(path, mode):
+    """A short prompt in a slot that a longer one had used saw its old keys, and could answer the earlier user's text (B03)."""
+    engine = engine_over(path, mode, prefill_chunk=128, prefix_reuse=False)
+    alone = recorded(engine, Request("b", SHORT, max_tokens=8))
+    for prompt in (LONG, SHORT[:3] + LONG, SHORT + LONG):
+        for aborted in (0, 2, 6):
+            serve(engine, prompt, aborted)
+            tokens, logits = recorded(engine, Request("b", SHORT, max_tokens=8))
+            assert tokens == alone[0]
+            assert logits.equal(alone[1])
+    engine = engine_over(engine.model, mode, prefill_chunk=128)
+    serve(engine, LONG)  # nothing in common: nothing is reused
+    assert recorded(engine, Request("b", SHORT, max_tokens=8))[1].equal(alone[1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shared", [3, 256, 300])
+def test_a_request_that_goes_on_behind_another_ones_prefix_agrees_by_rule_n(path, mode, shared):
+    """Whether the other ended, was dropped on its way, or still runs (B03)."""
+    engine = engine_over(path, mode, slots=2, prefill_chunk=128)
+    prompt = LONG[:shared] + SHORT
+    for aborted in (0, 2, 6):
+        serve(engine, LONG + SHORT, aborted)
+        tokens, logits = recorded(engine, Request("b", prompt, max_tokens=8))
+        judge(path, logits, [*prompt, *tokens[:-1]], engine.model.dtype, first=len(prompt) - 1)
+    serve(engine, LONG[::-1])
+    engine.submit(Request("a", LONG, max_tokens=40))
+    for _ in range(5):
+        engine.step()
+    engine.submit(Request("b", prompt, max_tokens=8))
+    events = []
+    while engine.has_work:
+        events += engine.step()
+    tokens = [event.token for event in events if event.request_id == "b"]
+    assert {event.cached for event in events if event.request_id == "b"} == {shared}
+    assert_greedy(path, prompt, tokens, engine.model.dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_four_streams_answer_greedily_as_hugging_face_does_wherever_rule_n_decides(path, mode):
+    """Streams join and leave, long prompts come in chunks between their steps."""
+    engine = engine_over(path, mode, slots=4, prefill_chunk=64)
+    prompts = {str(i): some_ids(20 + 60 * i, seed=i) for i in range(7)}
+    answers = engine.generate(Request(name, prompt, max_tokens=10 + 3 * int(name)) for name, prompt in prompts.items())
+    for name, prompt in prompts.items():
+        assert_greedy(path, prompt, answers[name], engine.model.dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_company_changes_no_token_that_rule_n_decides_and_none_alone(path, mode):
     """Greedy text may differ between batch sizes only at near ties, and not at all between two runs alone."""
-    prompts = [ids(20 + i, seed=i) for i in range(8)]
+    engine = engine_over(path, mode, slots=8)
+    prompts = [some_ids(20 + i, seed=i) for i in range(8)]
     requests = [Request(str(i), prompt, max_tokens=40) for i, prompt in enumerate(prompts)]
-    alone, again = (load(path, slots=8).generate(requests[:1])["0"] for _ in range(2))
+    alone, again = (engine.generate(requests[:1])["0"] for _ in range(2))
     assert alone == again
-    among = load(path, slots=8).generate(requests)["0"]
+    among = engine.generate(requests)["0"]
     first = next((i for i, (a, b) in enumerate(zip(alone, among, strict=True)) if a != b), None)
     if first is not None:
         forced = [*prompts[0], *alone[:first]]
@@ -80,7 +94,8 @@ def test_company_changes_no_token_that_rule_n_decides_and_none_alone(path):
 
 
 def test_eight_equal_logits_are_drawn_evenly_by_steps_of_one_request_each(tmp_path):
-    engine = load(fixed(tmp_path / "m", dict.fromkeys(range(65, 73), 1.0), rest=-30.0), slots=4, max_len=1024)
+    path = fixed(tmp_path / "m", dict.fromkeys(range(65, 73), 1.0), rest=-30.0)
+    engine = engine_over(path, ("cpu", "unfused", "off"), slots=4, max_len=1024)
     drawn = engine.generate(
         Request(str(seed), (65,), SamplingParams(temperature=1.0, seed=seed % 3), max_tokens=1000) for seed in range(1, 5)
     )
