@@ -5,7 +5,7 @@ TORCH ?= torch>=2.11
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test fuzz lint clean
+.PHONY: demo test fuzz lint clean FORCE
 
 demo: .venv/.base
 	@echo "== The demo model answers (first use fetches 98 MB) =="
@@ -25,7 +25,12 @@ test: .venv/.test
 fuzz: .venv/.test
 	FUZZ_SHARE=1 $(BIN)/python -m pytest tests/models/test_fuzz.py
 
-.venv/.base: pyproject.toml
+# What TORCH .venv was made with; another one that is asked for renews it.
+.venv/.torch: FORCE
+	@mkdir -p .venv
+	@test -e $@ -a "$(origin TORCH)" = file || echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@
+
+.venv/.base: pyproject.toml .venv/.torch
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quartet needs Python 3.11 or newer; set PYTHON=/path/to/python")'
 	@echo "== Setting up .venv ($(TORCH)); the first time takes some minutes =="
 	$(PYTHON) -m venv .venv
