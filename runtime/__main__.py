@@ -9,26 +9,38 @@ import os
 # decode step on a busy CPU ten times its length.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import signal
+import sys
+
+# `python -m` puts the current folder first: one that holds a `models` of its own must not take the place of ours.
+if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+    del sys.path[0]
+# The imports take seconds; Ctrl-C meanwhile should end the process, not show where in torch it was.
+_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import importlib
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from models import Loaded, find_model, load_engine
+from models import Loaded, find_model, load_engine, load_tokenizer
 from models.random_weights import PREFIX
+from models.tokenizer import Tokenizer
 from runtime.config import DTYPES, MAX_SLOTS, EngineConfig
 from runtime.errors import ContextLengthError, QuartetError, RequestError
 from runtime.request import Request, SamplingParams
 
+signal.signal(signal.SIGINT, _interrupt)
 
-def add_engine_flags(parser: argparse.ArgumentParser, model_positional: bool) -> None:
-    """Add MODEL (an argument, or --model) and the flags of the engine."""
+Message = dict[str, str]
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, model_positional: bool, slots: int = 8) -> None:
+    """Add MODEL (an argument, or --model) and the flags of the engine, with `slots` as the default of --max-slots."""
     about = "`demo`, a folder, a .gguf file, a Hugging Face hub id, or random:<shape> (default: demo)"
     if model_positional:
         parser.add_argument("model", metavar="MODEL", nargs="?", default="demo", help=about)
@@ -44,7 +56,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, model_positional: bool) ->
     group.add_argument(
         "--max-len", type=_positions, metavar="N", help="positions a slot holds; auto (default): the model's, cut to what fits"
     )
-    group.add_argument("--max-slots", type=int, default=8, metavar="N", help=f"requests at once, 1 to {MAX_SLOTS} (default: 8)")
+    group.add_argument(
+        "--max-slots", type=int, default=slots, metavar="N", help=f"requests at once, 1 to {MAX_SLOTS} (default: {slots})"
+    )
     group.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens between two decode steps")
     group.add_argument(
         "--no-prefix-reuse", dest="prefix_reuse", action="store_false", help="compute every prompt from its first token"
@@ -66,6 +80,9 @@ def run_door(run: Callable[[], int | None]) -> None:
     # Without a workspace cuBLAS does not split K of a product of few rows over two launches: one launch an operation, and no
     # slower. torch reads this at its first product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # its descriptor was closed; `print` would take stdout in place of stderr
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - as long as the process
     try:
         code = run() or 0
         sys.stdout.flush()
@@ -85,10 +102,11 @@ def parser() -> argparse.ArgumentParser:
     """The flags of this door."""
     about = "Run a model in the terminal. Without a prompt: a chat on a terminal, otherwise the prompt is read from stdin."
     flags = argparse.ArgumentParser(prog="python -m runtime", description=about)
-    add_engine_flags(flags, model_positional=True)
+    add_engine_flags(flags, model_positional=True, slots=1)
     prompt = flags.add_argument_group("prompt")
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-ids", metavar="IDS", type=_ids, help="token ids, separated by commas, in place of a text")
+    either = prompt.add_mutually_exclusive_group()
+    either.add_argument("--prompt", metavar="TEXT")
+    either.add_argument("--prompt-ids", metavar="IDS", type=_ids, help="token ids, separated by commas, in place of a text")
     prompt.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     prompt.add_argument("--chat-template", metavar="NAME|FILE", help="one of the model's templates, or a file that holds one")
     prompt.add_argument("--system", metavar="TEXT", help="a system message in front of the chat")
@@ -106,39 +124,33 @@ def parser() -> argparse.ArgumentParser:
 class Terminal:
     """One loaded model that answers on stdout."""
 
-    def __init__(self, loaded: Loaded, args: argparse.Namespace) -> None:
-        self._loaded, self._raw, self._max_tokens = loaded, args.raw, args.max_tokens
+    def __init__(self, loaded: Loaded, args: argparse.Namespace, params: SamplingParams) -> None:
+        self._loaded, self._params, self._max_tokens = loaded, params, args.max_tokens
         self._end_ids = () if args.ignore_eos else loaded.source.end_ids
-        self._params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
-        self._opening = [] if args.system is None else [{"role": "system", "content": args.system}]
         self._count = 0
 
-    def text(self, prompt: str) -> None:
-        """Answer one text, through the chat template where there is one."""
-        tokenizer = self._loaded.tokenizer
-        assert tokenizer is not None
-        chat = tokenizer.has_chat_template and not self._raw
-        self.ids(tokenizer.encode_chat([*self._opening, _said("user", prompt)]) if chat else tokenizer.encode(prompt))
-
-    def chat(self) -> None:
+    def chat(self, tokenizer: Tokenizer, opening: list[Message]) -> None:
         """Talk until Ctrl-D; Ctrl-C stops an answer."""
-        tokenizer = self._loaded.tokenizer
-        if tokenizer is None or not tokenizer.has_chat_template:
-            raise RequestError(f"{self._loaded.source.name} has no chat template to talk by; give --prompt or --prompt-ids")
         with suppress(ImportError):  # not built everywhere
             importlib.import_module("readline")  # gives `input` its line editing
-        messages = self._opening.copy()
+        print("Ctrl-D ends the chat, Ctrl-C an answer.", file=sys.stderr)
+        said = opening
         while (line := _ask()) is not None:
-            messages.append(_said("user", line))
-            try:
-                with _stoppable() as stopped:
-                    messages.append(_said("assistant", self.ids(tokenizer.encode_chat(messages), stopped)))
-            except ContextLengthError as error:
-                print(f"error: {error}\nA new conversation begins.", file=sys.stderr)
-                messages = self._opening.copy()
-            except RequestError as error:
-                print(f"error: {error}", file=sys.stderr)
-                messages.pop()
+            said = self._turn(tokenizer, opening, said, line)
+
+    def _turn(self, tokenizer: Tokenizer, opening: list[Message], said: list[Message], line: str) -> list[Message]:
+        """Answer a line behind what was said, or alone where it fits only so; what has been said now."""
+        asked, alone = [*said, _said("user", line)], [*opening, _said("user", line)]
+        room = self._loaded.engine.max_len
+        try:
+            if len(tokenizer.encode_chat(asked)) >= room > len(tokenizer.encode_chat(alone)):
+                print("The conversation has filled the context: a new one begins with this message.", file=sys.stderr)
+                asked = alone
+            with _stoppable() as stopped:
+                return [*asked, _said("assistant", self.ids(tokenizer.encode_chat(asked), stopped))]
+        except RequestError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return said
 
     def ids(self, prompt_ids: Sequence[int], stopped: Callable[[], bool] = lambda: False) -> str:
         """Answer token ids: stream the text (ids, without a tokenizer) to stdout, and a line of figures to stderr.
@@ -180,31 +192,81 @@ class Terminal:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Parse, load, answer."""
+    """Parse, load, answer. What can be refused is refused before the weights are read."""
     args = parser().parse_args(argv)
-    typed, ids, needed = args.prompt, args.prompt_ids, None
-    if ids is None and args.model.startswith(PREFIX):
-        find_model(args.model)  # an unknown name is told first
-        raise RequestError(f"{args.model} has no tokenizer; give --prompt-ids 1,2,3 in place of a text")
-    if ids is not None and args.max_tokens is not None:
-        needed = len(ids) + args.max_tokens
-    if ids is None and typed is None and not (sys.stdin and sys.stdin.isatty()):
-        typed = sys.stdin.read().removesuffix("\n") if sys.stdin else ""
-    loaded = load_engine(args.model, engine_config(args), args.revision, needed_len=needed, chat_template=args.chat_template)
+    config, params = engine_config(args), SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    text = _text(args)
+    source = find_model(args.model, args.revision)
+    tokenizer = load_tokenizer(source, args.chat_template)
+    templated = tokenizer is not None and tokenizer.has_chat_template and not args.raw
+    opening = [] if args.system is None else [_said("system", args.system)]
+    if opening and not templated:
+        raise RequestError(f"{source.name} has no chat template, so --system has no place; leave it out")
+    ids = args.prompt_ids
+    if text is not None:
+        assert tokenizer is not None
+        ids = tokenizer.encode_chat([*opening, _said("user", text)]) if templated else tokenizer.encode(text)
+    elif ids is None and not templated:
+        raise RequestError(f"{source.name} has no chat template to talk by; give --prompt or --prompt-ids")
+    if ids is not None:
+        Request("", tuple(ids), params, args.max_tokens)  # raises what is wrong with it
+        _fit(len(ids), config.max_len, source.config.max_position)
+
+    needed = len(ids) + args.max_tokens if args.prompt_ids is not None and args.max_tokens is not None else None
+    loaded = load_engine(args.model, config, args.revision, needed_len=needed, chat_template=args.chat_template)
     print(*loaded.notes, sep="\n", file=sys.stderr)
-    terminal = Terminal(loaded, args)
+    terminal = Terminal(loaded, args, params)
     if ids is not None:
         terminal.ids(ids)
-    elif typed is not None:
-        terminal.text(typed)
     else:
-        terminal.chat()
+        assert tokenizer is not None
+        terminal.chat(tokenizer, opening)
     return 0
 
 
 def main() -> None:
     """The console script: run and end the process."""
     run_door(run)
+
+
+def _text(args: argparse.Namespace) -> str | None:
+    """The text to answer, from --prompt or stdin; None for token ids and for a chat.
+
+    Raises:
+        RequestError: nothing to answer, or flags that contradict each other.
+    """
+    ids = args.prompt_ids is not None
+    for flag, given, other, asked, why in (
+        ("--raw", args.raw, "--prompt-ids", ids, "token ids are always taken as they are"),
+        ("--system", args.system is not None, "--prompt-ids", ids, "a system message belongs to a text"),
+        ("--system", args.system is not None, "--raw", args.raw, "without the chat template there is no system message"),
+        ("--chat-template", args.chat_template is not None, "--prompt-ids", ids, "token ids go through no template"),
+        ("--chat-template", args.chat_template is not None, "--raw", args.raw, "a raw text goes through no template"),
+    ):
+        if given and asked:
+            raise RequestError(f"{flag} and {other} were given: {why}; leave one of them out")
+    if ids:
+        return None
+    if args.model.startswith(PREFIX):
+        find_model(args.model)  # an unknown name is told first
+        raise RequestError(f"{args.model} has no tokenizer; give --prompt-ids 1,2,3 in place of a text")
+    text: str | None = args.prompt
+    if text is None and not sys.stdin.isatty():
+        text = sys.stdin.read().removesuffix("\n")
+    if text == "":
+        raise RequestError("the prompt is empty; give --prompt TEXT, or a text on stdin")
+    return text
+
+
+def _fit(length: int, max_len: int | None, model_limit: int | None) -> None:
+    """Raises ContextLengthError for a prompt that leaves no room for an answer."""
+    limit = min((each for each in (max_len, model_limit) if each is not None), default=length + 1)
+    if length >= limit:
+        raisable = limit == max_len and limit != model_limit
+        raise ContextLengthError(
+            f"the prompt has {length} tokens and the context holds {limit}, the answer included; "
+            + (f"raise --max-len above {length}" if raisable else "shorten the prompt")
+        )
 
 
 def _ids(text: str) -> tuple[int, ...]:
@@ -220,7 +282,7 @@ def _positions(text: str) -> int | None:
     raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a whole number")
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _said(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 

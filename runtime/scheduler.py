@@ -44,7 +44,7 @@ class Scheduler:
 
     A slot keeps its ids when its request ends. A prompt starts behind the longest beginning that any slot holds: in that slot,
     or with a copy of it. What counts as held is certainly enqueued: whole chunks of prompts, and a produced token once the next
-    one has been read (it was drawn from a step that wrote the former). The device works in that order, so whoever is enqueued later
+    one has been read (it was drawn from a step that wrote the former). The device works in that order, so whoever comes later
     finds it there.
     """
 

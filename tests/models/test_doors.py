@@ -1,9 +1,12 @@
 """The doors `python -m models` and `python -m runtime`: what they print, where, and with which exit code."""
 
 import io
+import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -158,7 +161,12 @@ def test_auto_is_the_default_length(alphabet, capsys):
     [
         (["--prompt", "x", "--ops", "fused", "--device", "cpu"], 1, "error: ops fused was asked for"),
         (["--prompt", "x" * 200], 1, "error: the prompt has"),
-        (["--prompt", ""], 1, ""),
+        (["--prompt", ""], 1, "error: the prompt is empty; give --prompt TEXT, or a text on stdin"),
+        (["--raw"], 1, "error: the prompt is empty"),
+        (["--prompt", "x", "--prompt-ids", "1"], 2, "--prompt-ids: not allowed with argument --prompt"),
+        (["--prompt-ids", "1", "--raw"], 1, "error: --raw and --prompt-ids were given"),
+        (["--prompt-ids", "1", "--system", "x"], 1, "error: --system and --prompt-ids were given"),
+        (["--prompt", "x", "--raw", "--system", "x"], 1, "error: --system and --raw were given"),
         (["--prompt-ids", "5000"], 1, "error: token id 5000 is outside the vocabulary"),
         (["--prompt", "x", "--temperature", "nan"], 1, "error: temperature is nan"),
         (["--prompt", "x", "--max-tokens", "0"], 1, "error: max_tokens is 0"),
@@ -169,16 +177,66 @@ def test_auto_is_the_default_length(alphabet, capsys):
     ],
     ids=str,
 )
-def test_mistakes_are_one_sentence_and_an_exit_code(alphabet, capsys, arguments, code, words):
-    if arguments == ["--prompt", ""]:
-        arguments = [*arguments, "--raw"]
-        words = "error: the prompt has no tokens"
+def test_mistakes_are_one_sentence_and_an_exit_code(alphabet, capsys, monkeypatch, arguments, code, words):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     with pytest.raises(SystemExit) as ended:
         run_door(lambda: talk([alphabet, *arguments, *FLAGS]))
     assert ended.value.code == code
     err = capsys.readouterr().err
     assert words in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--prompt", "x", "--top-p", "2"], "top_p is 2.0"),
+        (["--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),
+        (
+            ["--prompt", "hi", "--max-len", "10"],
+            "21 tokens and the context holds 10, .* raise --max-len above 21",
+        ),
+        (["--prompt", "x" * 600], "the context holds 512, the answer included; shorten the prompt"),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_is_refused_before_the_weights_are_read(alphabet, monkeypatch, arguments, words):
+    """A temperature out of range was told when 13 GB had been loaded."""
+    monkeypatch.setattr(terminal, "load_engine", lambda *_, **__: pytest.fail("loaded"))
+    with pytest.raises(RequestError, match=words):
+        talk([alphabet, *arguments])
+
+
+def test_the_terminal_takes_one_slot(alphabet, capsys):
+    talk([alphabet, "--prompt", "hi", "--max-len", "64"])
+    assert "context 64 positions in each of 1 slots" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("closed", "code", "shown"), [("stdin", 1, ""), ("stdout", 0, ""), ("stderr", 0, "yz\n")])
+def test_a_closed_descriptor_is_no_traceback(alphabet, capsys, monkeypatch, closed, code, shown):
+    """Python has None in its place then. The notes went to stdout, into the answer; `None.isatty()` was a traceback."""
+    monkeypatch.setattr(sys, closed, None)
+    prompt = [] if closed == "stdin" else ["--prompt", "x"]
+    with pytest.raises(SystemExit) as ended:
+        run_door(lambda: talk([alphabet, *prompt, "--raw", *FLAGS]))
+    assert (ended.value.code, capsys.readouterr().out) == (code, shown)
+
+
+def test_ctrl_c_while_torch_is_imported_shows_no_traceback():
+    process = subprocess.Popen([sys.executable, "-m", "runtime", "demo"], stderr=subprocess.PIPE, text=True)
+    time.sleep(0.4)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) in ((-signal.SIGINT, ""), (130, ""))
+
+
+def test_a_models_folder_where_the_user_stands_is_not_taken_for_ours(tmp_path):
+    """A folder of weights called `models` is common; `python -m` looks into the current folder first."""
+    (tmp_path / "models").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(Path(terminal.__file__).parent.parent)}
+    command = [sys.executable, "-m", "runtime", "random:llama-2-7b", "--prompt", "x"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stderr == "error: random:llama-2-7b has no tokenizer; give --prompt-ids 1,2,3 in place of a text\n"
 
 
 def test_a_reader_that_leaves_is_no_error(alphabet):
@@ -273,12 +331,15 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(alphabet, typed, capsys, m
 
 
 def test_a_conversation_that_fills_the_context_begins_anew(alphabet, typed, capsys):
-    typed("hi", "x" * 90, "ho")
+    """The message that did not fit was lost, and had to be typed again."""
+    typed("hi", "x" * 90, "y" * 200, "ho")
     assert talk([alphabet, "--max-tokens", "3", *FLAGS]) == 0
     captured = capsys.readouterr()
-    assert captured.out == "abc\nabc\n"
-    assert "A new conversation begins." in captured.err
-    assert prompt_tokens(captured.err) == [21, 21]
+    assert captured.out == "abc\nabc\nabc\n"
+    assert captured.err.count("a new one begins with this message") == 2
+    assert "error: the prompt has " in captured.err  # the one that fits nowhere
+    assert prompt_tokens(captured.err) == [21, 19 + 90, 21]
+    assert "Ctrl-D ends the chat" in captured.err
 
 
 def test_a_chat_needs_a_template(tmp_path, typed):
