@@ -174,10 +174,12 @@ def test_two_tables_that_differ_are_refused(tmp_path):
     assert ModelConfig.from_dir(tmp_path).rope.type == "llama3"
 
 
-def test_tables_are_exact_at_far_positions():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tables_are_exact_at_far_positions(device):
     """Angles formed in bfloat16 make 257 into 256 and 15962 into 15936."""
-    cos, sin = rotary_tables(RopeConfig(), 32, 16384, CPU)
+    cos, sin = rotary_tables(RopeConfig(), 32, 16384, torch.device(device))
     assert cos.dtype == sin.dtype == torch.float32
+    cos, sin = cos.cpu(), sin.cpu()
     angles = torch.arange(16384, dtype=torch.float64)[:, None] * torch.tensor(plain(32), dtype=torch.float64)
     assert float((cos - angles.cos()).abs().max()) < 1e-6
     assert float((sin - angles.sin()).abs().max()) < 1e-6
@@ -200,9 +202,14 @@ def test_a_model_in_bfloat16_keeps_its_tables_in_float32(tmp_path):
     assert decoder.layers[0].attention.cos.dtype == torch.float32
 
 
-def test_a_prompt_of_5000_ids_agrees(tmp_path):
+@pytest.mark.parametrize(
+    ("device", "ops"),
+    [("cpu", "unfused"), *(pytest.param("cuda", ops, marks=pytest.mark.gpu) for ops in ("unfused", "fused"))],
+)
+def test_a_prompt_of_5000_ids_agrees(tmp_path, device, ops):
+    """Positions or frequencies rounded to bfloat16 make far positions collapse together (B04)."""
     few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 64}
     path = tiny(tmp_path, max_position_embeddings=16384, **few)
     ids = random_ids(5000)
-    ours = play(open_model(path, max_len=5000), ids, prefill=4997)
+    ours = play(open_model(path, max_len=5000, device=device), ids, prefill=4997, ops=ops)
     judge(path, ours, ids, torch.bfloat16)
