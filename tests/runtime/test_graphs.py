@@ -166,40 +166,6 @@ def test_tokens_and_slots_cross_unharmed_however_late_the_device_is(decoder):
     assert run(before=torch.cuda.synchronize, after=torch.cuda.synchronize) == wanted
 
 
-def raised():
-    raise RuntimeError("no such thing here")
-
-
-@pytest.mark.parametrize("fault", [raised, lambda: torch.zeros(1, device="cuda").item()], ids=["raises", "synchronizes"])
-def test_a_capture_that_fails_leaves_an_eager_engine_and_its_memory_behind(decoder, caplog, fault):
-    """An error in a capture kept its memory pool for ever (C04)."""
-    decode = decoder.decode
-
-    def failing(*arguments):
-        if torch.cuda.is_current_stream_capturing():
-            fault()
-        return decode(*arguments)
-
-    wanted = engine_over(decoder, ("cuda", "fused", "off"), slots=4).generate([Request("a", some_ids(9, 1), max_tokens=8)])
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    with patch.object(decoder, "decode", failing):
-        with pytest.raises(ConfigError, match="graph on was asked for and the capture of the fused graphs failed"):
-            engine_over(decoder, ("cuda", "fused", "on"), slots=4)
-        with caplog.at_level(logging.WARNING, "runtime.modes"):
-            engine = engine_over(decoder, ("cuda", "fused", "auto"), slots=4)
-    assert "graph off, decoding eagerly: the capture of the fused graphs failed: " in caplog.text
-    caplog.clear()  # it keeps the error, which keeps what failed
-    assert engine.modes.mode == ("fused", False)
-    assert engine.generate([Request("a", some_ids(9, 1), max_tokens=8)]) == wanted
-    engine.modes.switch(graph=True)  # the fault is gone: a later capture works
-    assert engine.generate([Request("a", some_ids(9, 1), max_tokens=8)]) == wanted
-    del engine
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + SLACK
-
-
 def test_another_thread_may_use_the_device_while_graphs_are_captured(decoder):
     """Copies and waits of another thread ruined a capture (C04)."""
     engine = engine_over(decoder, ("cuda", "fused", "on"), slots=4)
@@ -321,3 +287,37 @@ def test_nothing_is_compiled_once_the_engine_is_ready(tmp_path):
         while engine.has_work:
             engine.step()
     assert not compiled
+
+
+def raised():
+    raise RuntimeError("no such thing here")
+
+
+@pytest.mark.parametrize("fault", [raised, lambda: torch.zeros(1, device="cuda").item()], ids=["raises", "synchronizes"])
+def test_a_capture_that_fails_leaves_an_eager_engine_and_its_memory_behind(decoder, caplog, fault):
+    """An error in a capture kept its memory pool for ever (C04)."""
+    decode = decoder.decode
+
+    def failing(*arguments):
+        if torch.cuda.is_current_stream_capturing():
+            fault()
+        return decode(*arguments)
+
+    wanted = engine_over(decoder, ("cuda", "fused", "off"), slots=4).generate([Request("a", some_ids(9, 1), max_tokens=8)])
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with patch.object(decoder, "decode", failing):
+        with pytest.raises(ConfigError, match="graph on was asked for and the capture of the fused graphs failed"):
+            engine_over(decoder, ("cuda", "fused", "on"), slots=4)
+        with caplog.at_level(logging.WARNING, "runtime.modes"):
+            engine = engine_over(decoder, ("cuda", "fused", "auto"), slots=4)
+    assert "graph off, decoding eagerly: the capture of the fused graphs failed: " in caplog.text
+    caplog.clear()  # it keeps the error, which keeps what failed
+    assert engine.modes.mode == ("fused", False)
+    assert engine.generate([Request("a", some_ids(9, 1), max_tokens=8)]) == wanted
+    engine.modes.switch(graph=True)  # the fault is gone: a later capture works
+    assert engine.generate([Request("a", some_ids(9, 1), max_tokens=8)]) == wanted
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + SLACK

@@ -123,7 +123,7 @@ def test_a_query_head_reads_the_kv_head_of_its_group(device, name, heads, kv_hea
     fill_randomly(weights, table)
     layer, d = Decoder(config, weights, length).layers[0], 64
     layer.qkv_proj.weight[-kv_heads * d :] = 0  # the current token's value is 0
-    for batch in (1, 2, 8):
+    for batch in (1, 8):
         k, v = (torch.randn(batch, kv_heads, length, d, device=device).to(torch.bfloat16) for _ in range(2))
         v[:] = torch.arange(kv_heads, device=device)[:, None, None]
         rows = Rows(*(torch.full((batch,), 0, dtype=torch.int32, device=device) for _ in range(2)))
