@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from bench.__main__ import _options, parser
 from bench.ceiling import Ceiling
 from bench.contenders import EngineRun, needed_len
+from bench.latency import LatencyOptions
 from bench.report import above_ceiling
 from bench.timing import Cell, Shape, measure, play
 from runtime.config import EngineConfig
@@ -51,8 +53,8 @@ class Scripted:
 
 
 def engine(model, batch, capacity, chunk=8):
-    config = EngineConfig("cpu", "float32", "unfused", "off", "off", max_len=capacity, max_slots=batch, prefill_chunk=chunk)
-    return Engine(model, config)
+    sizes = dict(max_len=capacity, max_slots=batch, prefill_chunk=chunk)
+    return Engine(model, EngineConfig("cpu", "float32", "unfused", "off", "off", prefix_reuse=False, **sizes))
 
 
 def test_prefill_stays_out_of_the_decode_rate():
@@ -114,6 +116,11 @@ def test_the_prompt_is_computed_once_a_pass_and_every_stream_lives_to_the_end():
         assert {len(rows) for rows in model.batches[-len(done.gaps) :]} == {3}
         assert done.decode_tokens == 3 * len(done.gaps)
         assert not run.engine.has_work
+
+
+def test_the_doors_engines_reuse_no_prefix():
+    (wish,) = _options(LatencyOptions, parser().parse_args(["latency"]), 1).wishes
+    assert not wish.prefix_reuse
 
 
 def test_prompts_differ_from_pass_to_pass():
