@@ -66,7 +66,7 @@ class Engine:
         self.modes = Modes(model, self._sampler, self.cache, self.state, self._slot_of_row, config)
         self._rows: list[Running] = []  # what _slot_of_row says now
         self._last_hidden = [torch.empty(0)] * config.max_slots  # of each slot's prompt, [1, C]
-        self._uploads = PinnedRing(STATE_WIDTH, model.device)
+        self._uploads = PinnedRing(STATE_WIDTH, model.device, depth=config.max_slots + 2)  # all may be admitted at once
         self._readback = PinnedRing(config.max_slots * TOLD_WORDS, model.device)
         self._flights: deque[_Flight] = deque()
         self._scored: WeakKeyDictionary[Running, list[Landing]] = WeakKeyDictionary()  # prompts' log-probabilities, by chunk
