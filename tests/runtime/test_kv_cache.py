@@ -30,7 +30,7 @@ def test_the_highest_slot_of_a_cache_past_31_bits_computes_what_the_lowest_does(
     config = ModelConfig("llama", 512, 256, 344, 1, 8, 8, 128, capacity, 1e-5)
     table = pieces(config)
     weights = allocate(table, device, torch.bfloat16)
-    fill_randomly(weights, table)
+    fill_randomly(weights, table, lambda done: None)
     decoder = Decoder(config, weights, capacity)
     cache = KVCache.allocate(1, slots, 8, capacity, 128, torch.bfloat16, device)
     assert cache.k[0, -1].data_ptr() - cache.k.data_ptr() >= cache.k.itemsize * 2**31

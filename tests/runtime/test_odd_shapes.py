@@ -10,7 +10,7 @@ from models.layout import allocate, pieces
 from models.random_weights import fill_randomly
 from models.rope import RopeConfig
 from runtime.kv_cache import KVCache
-from runtime.ops import Rows, SlotState, load_ops
+from runtime.ops import SlotState, load_ops
 from tests.rule_n import random_ids
 
 LLAMA3 = RopeConfig("llama3", 500000.0, 8.0, 16, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -95,7 +95,7 @@ def play(decoder, ops, ids, fillers):
 def test_rows_that_join_and_leave_agree_with_hugging_face(device, config):
     table = pieces(config)
     weights = allocate(table, torch.device(device), torch.bfloat16)
-    fill_randomly(weights, table)
+    fill_randomly(weights, table, lambda done: None)
     total = 3 * SLOTS + len(BATCHES)
     decoder = Decoder(config, weights, total)
     sequences = [random_ids(total, VOCAB, seed) for seed in (1, 2)]
@@ -120,18 +120,17 @@ def test_a_query_head_reads_the_kv_head_of_its_group(device, name, heads, kv_hea
     config, length, ops = shape("llama", heads, kv_heads, 64, 256, 344), 40, load_ops(name)
     table = pieces(config)
     weights = allocate(table, torch.device(device), torch.bfloat16)
-    fill_randomly(weights, table)
+    fill_randomly(weights, table, lambda done: None)
     layer, d = Decoder(config, weights, length).layers[0], 64
     layer.qkv_proj.weight[-kv_heads * d :] = 0  # the current token's value is 0
     for batch in (1, 8):
         k, v = (torch.randn(batch, kv_heads, length, d, device=device).to(torch.bfloat16) for _ in range(2))
         v[:] = torch.arange(kv_heads, device=device)[:, None, None]
-        rows = Rows(*(torch.full((batch,), 0, dtype=torch.int32, device=device) for _ in range(2)))
-        rows.slots.copy_(torch.arange(batch))
-        rows.positions.fill_(length - 1)
-        x = torch.zeros(batch, 256, dtype=torch.bfloat16, device=device)  # q and k are 0: every key weighs the same
-        if device == "cuda":
-            torch.cuda.synchronize()
+        state = SlotState.allocate(batch, torch.device(device))
+        state.position.fill_(length - 1)
+        nothing = torch.zeros(1, 256, dtype=torch.bfloat16, device=device)  # q and k are 0: every key weighs the same
+        slots = torch.arange(batch, dtype=torch.int32, device=device)
+        x, rows = ops.embed(slots, state, nothing, layer.input_layernorm)
         q = ops.norm_qkv_rope(x, layer.input_layernorm, layer.qkv_proj, layer.attention, rows, k, v)
         out = ops.attention(q, layer.attention, rows, k, v).view(batch, heads, d).float().cpu()
         group = torch.arange(heads).mul(kv_heads).div(heads, rounding_mode="floor") * (length - 1) / length

@@ -1,6 +1,7 @@
 """Penalties, bias, log-probabilities and filters through the engine, over checkpoints whose logits are known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,7 +267,8 @@ def test_the_same_prompt_twice_alone_is_the_same_answer(make, tmp_path):
     engine = make(None, path=tiny(tmp_path))
     for params in ({}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "presence_penalty": 0.5, "logprobs": 3}):
         request = Request("a", (5, 6, 7), SamplingParams(**params), 60)
-        assert run(engine, request) == run(engine, request)
+        first, again = ([replace(event, cached=0) for event in run(engine, request)["a"]] for _ in range(2))
+        assert first == again
 
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 0}], ids=["plain", "full"])
