@@ -64,6 +64,16 @@ def test_without_prefix_reuse_every_prompt_is_computed():
         assert ask(engine, name, 1, 2, 3, max_tokens=3) == ([4, 5, 6], 0)
 
 
+def test_a_prompt_that_is_scored_is_computed_whole():
+    """Its tokens' log-probabilities come from hidden states, which no slot keeps."""
+    engine = fake()
+    ask(engine, "a", 1, 2, 3, max_tokens=3)
+    engine.submit(Request("b", (1, 2, 3, 4), max_tokens=1, prompt_logprobs=0))
+    (event,) = drain(engine)
+    assert event.cached == 0
+    assert len(event.prompt_logprobs) == 4
+
+
 def test_what_the_caller_put_into_the_cache_is_not_mixed_with_what_the_engine_finds():
     with pytest.raises(RequestError, match="turn prefix_reuse off"):
         fake().submit(Request("a", (1, 2, 3), cached=2))
