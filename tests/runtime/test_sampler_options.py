@@ -31,7 +31,8 @@ def make(device, tmp_path_factory):
     def build(values, rest=-30.0, slots=8, path=None, max_len=512, **options):
         path = path or fixed(tmp_path_factory.mktemp("fixed"), values, rest)
         decoder = load_model(find_model(str(path)), torch.device(device), torch.bfloat16, max_len, progress=False)
-        ways = ("fused", "on", "off") if device == "cuda" else ("unfused", "off", "off")
+        pdl = "on" if device == "cuda" and torch.cuda.get_device_capability() >= (9, 0) else "off"
+        ways = ("fused", "on", pdl) if device == "cuda" else ("unfused", "off", "off")
         engine = Engine(decoder, EngineConfig(device, "bfloat16", *ways, max_len=max_len, max_slots=slots, **options))
         engine.prepare()
         return engine
@@ -150,9 +151,9 @@ def test_prompt_logprobs_are_the_teacher_forced_ones(make, tmp_path, chunk):
     logits = engine.model.logits(engine.model.prefill(ids, 0, 0, engine.cache))
     wanted = torch.log_softmax(logits, -1).cpu()
     for i, told in enumerate(event.prompt_logprobs[1:]):
-        assert told.logprob == pytest.approx(wanted[i, prompt[i + 1]].item(), abs=0.05)
-        assert [value for _, value in told.top] == pytest.approx(wanted[i].topk(2).values.tolist(), abs=0.05)
-    assert event.logprobs.logprob == pytest.approx(wanted[-1, event.token].item(), abs=0.05)
+        assert told.logprob == pytest.approx(wanted[i, prompt[i + 1]].item(), abs=0.1)
+        assert [value for _, value in told.top] == pytest.approx(wanted[i].topk(2).values.tolist(), abs=0.1)
+    assert event.logprobs.logprob == pytest.approx(wanted[-1, event.token].item(), abs=0.1)
 
 
 def test_prompt_logprobs_come_once_and_a_prompt_of_one_token_has_none(make):
