@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from runtime.ops import HAS_BIAS, Rows, SlotState
-from runtime.ops.full_sampler import HIGHEST, LOWEST, FullScratch, sample_full
+from runtime.ops.full_sampler import FullScratch, sample_full
 from runtime.ops.sampler import SamplerScratch, sample_rows
+from runtime.ops.threshold import HIGHEST, LOWEST
 from runtime.request import GREEDY_BELOW, MAX_LOGPROBS, Logprobs, SamplingParams
 
 Variant = Literal["plain", "full"]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from runtime.ops import HAS_BIAS, WANTS_LOGPROBS, Rows, SlotState
-from runtime.ops.full_sampler import FullScratch, passes, sample_full
+from runtime.ops.full_sampler import FullScratch, sample_full
 from runtime.ops.sampler import SamplerScratch, sample_rows
+from runtime.ops.threshold import passes
 from runtime.sampling import NOT_FINITE, TOLD_WORDS, draw_torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

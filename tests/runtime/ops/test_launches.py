@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from models.config import ModelConfig
-from runtime.ops.full_sampler import passes
+from runtime.ops.threshold import passes
 from tests.checkpoints import tiny, tok_b
 from tests.runtime.ops.launches import Launch, played_step
 
