@@ -37,12 +37,11 @@ class Layer:
 def rotary_tables(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin `[length, head_dim/2]` float32, computed in float64: in bfloat16 positions 256 and 257 would be one."""
     inverse = torch.tensor(rope.inverse_frequencies(head_dim), dtype=torch.float64)
-    cos, sin = (torch.empty((length, head_dim // 2), dtype=torch.float32, device=device) for _ in range(2))
-    for first in range(0, length, TABLE_ROWS):
-        last = min(first + TABLE_ROWS, length)
-        angles = torch.outer(torch.arange(first, last, dtype=torch.float64), inverse)
-        cos[first:last] = angles.cos() * rope.attention_factor
-        sin[first:last] = angles.sin() * rope.attention_factor
+    parts = []  # float64 a few rows at a time: a long context's whole table would take much memory
+    for positions in torch.arange(length, dtype=torch.float64).split(TABLE_ROWS):
+        angles = torch.outer(positions, inverse)
+        parts.append((torch.stack((angles.cos(), angles.sin())) * rope.attention_factor).to(torch.float32))
+    cos, sin = torch.cat(parts, dim=1).to(device)
     return cos, sin
 
 

@@ -58,7 +58,7 @@ class Sampler:
             if (slots, vocab) not in self._full:
                 self._full[slots, vocab] = FullScratch.make(slots, vocab, logits.device)
             told = torch.empty((batch, TOLD_WORDS), dtype=torch.int32, device=logits.device)
-            return sample_full(logits, rows, state, self._full[slots, vocab], told, pdl)
+            return sample_full(logits, rows, state, self._full[slots, vocab], told)
         if (batch, vocab) not in self._scratch:
             self._scratch[batch, vocab] = SamplerScratch.make(batch, vocab, logits.device)
         out = torch.empty(batch, dtype=torch.int32, device=logits.device)

@@ -8,7 +8,6 @@ into each of 64 equal parts of an interval, and the next pass goes on in the par
 20 best are such a threshold too, searched for beside. All sums are of integers, so no order of summing changes them.
 """
 
-from runtime.ops._gemv import let_next_start, wait_for_previous
 from runtime.ops._triton import tl, triton
 from runtime.ops.sampler import GREEDY_BELOW
 
@@ -95,7 +94,6 @@ def _first(
 def narrowed(interval_ptr, tally_ptr, top_p, ID_BITS: tl.constexpr):
     """The interval after a pass: the part in which the target is reached. A threshold is found where all of that part, or its
     one id, is wanted. Behind top_k, top_p is searched for in what is left."""
-    # Past the first-level cache: under PDL a block two launches back may have filled it after this launch began.
     lo = tl.load(interval_ptr, cache_modifier=".cg")
     shift = tl.load(interval_ptr + 1, cache_modifier=".cg")
     size = tl.load(interval_ptr + 2, cache_modifier=".cg")
@@ -148,10 +146,7 @@ def narrow_kernel(
     vocab, turn, rows,
     STATE_WIDTH: tl.constexpr, ID_BITS: tl.constexpr, TOP: tl.constexpr, WORDS: tl.constexpr, FIRST: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_PAD: tl.constexpr, DOT: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(PDL)
-    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     search = tl.program_id(2)

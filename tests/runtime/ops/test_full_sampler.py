@@ -76,7 +76,7 @@ def play(logits, state, slots, draws=DRAWS):
         told = torch.full((len(slots), TOLD_WORDS), 99, dtype=torch.int32, device=DEVICE)
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        sample_full(logits, rows, state, scratch, told, PDL, INTERPRETED)
+        sample_full(logits, rows, state, scratch, told, INTERPRETED)
         wanted = draw_torch(logits, rows, twin, "full")
         assert told[live, 0].tolist() == wanted[live, 0].tolist()
         assert state.packed.equal(twin.packed)
@@ -171,11 +171,11 @@ def test_replays_of_a_graph_draw_bit_for_bit_what_launches_draw(batch):
     slots = torch.arange(batch, dtype=torch.int32, device=DEVICE)
     scratch, told = FullScratch.make(SLOTS, vocab, DEVICE), torch.zeros((batch, TOLD_WORDS), dtype=torch.int32, device=DEVICE)
     positions, start = eager.position[:batch].clone(), moved(eager, vocab)
-    sample_full(logits, Rows(slots, positions), captured, scratch, told, PDL)  # compiles
+    sample_full(logits, Rows(slots, positions), captured, scratch, told)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sample_full(logits, Rows(slots, positions), captured, scratch, told, PDL)
+        sample_full(logits, Rows(slots, positions), captured, scratch, told)
     for name in ("packed", "seen"):
         getattr(captured, name).copy_(getattr(start, name))
     for _ in range(50):
@@ -183,7 +183,7 @@ def test_replays_of_a_graph_draw_bit_for_bit_what_launches_draw(batch):
         graph.replay()
         replayed = told.clone()
         torch.cuda.synchronize()
-        assert sample_full(logits, Rows(slots, positions), eager, scratch, told, PDL).equal(replayed)
+        assert sample_full(logits, Rows(slots, positions), eager, scratch, told).equal(replayed)
         assert captured.packed.equal(eager.packed)
         assert captured.seen.equal(eager.seen)
         positions += 1
