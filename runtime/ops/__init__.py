@@ -185,6 +185,7 @@ def load_ops(name: str, pdl: bool = False) -> Ops:
         return UnfusedOps()
     if name == "fused":
         from runtime.ops.fused import FusedOps
+        from runtime.ops.tuned import load_tuned
 
-        return FusedOps(pdl)
+        return FusedOps(pdl, tuned=load_tuned(torch.cuda.get_device_name()) if torch.cuda.is_available() else {})
     raise ConfigError(f"ops is {name!r}; allowed: {', '.join(OPS_SETS)}")

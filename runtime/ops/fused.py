@@ -14,6 +14,7 @@ from runtime.ops.embed import embed, embed_blocks
 from runtime.ops.norm_gate_up import norm_gate_up
 from runtime.ops.norm_linear import norm_linear
 from runtime.ops.proj_residual import proj_residual
+from runtime.ops.tuned import TileKey, Tuned
 
 
 class FusedOps:
@@ -27,7 +28,8 @@ class FusedOps:
         pdl: programmatic dependent launch. The embedding and the launch after it go without the attribute, so that rows.slots
             and rows.positions may be read before a wait; a caller that fills them otherwise must do so before `embed`.
         interpreted: for Triton's interpreter: products in float32 and no PDL instructions.
-        tiles: overrides of `configs`, by kernel, out and in features; attention_tile: of attention's.
+        tuned: tiles that take the place of the built-in ones (configs, attention_tile).
+        tiles: those of one batch size that a tuner tries, by kernel, out and in features; attention_tile: likewise.
     """
 
     name = "fused"
@@ -42,11 +44,13 @@ class FusedOps:
         interpreted: bool = False,
         tiles: dict[tuple[Kernel, int, int], Tile] | None = None,
         attention_tile: AttentionTile | None = None,
+        tuned: Tuned | None = None,
     ) -> None:
         self.pdl = pdl and not interpreted
         self.interpreted = interpreted
         self.tiles = tiles or {}
         self.attention_tile = attention_tile
+        self.tuned = tuned or {}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._scratch: dict[tuple[object, ...], AttentionScratch] = {}
         self._scaled: dict[tuple[object, ...], Scaled] = {}
@@ -71,7 +75,9 @@ class FusedOps:
     def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         spec, batch = attention, len(q)
         out = self._buffer("attention", (batch, spec.heads * spec.head_dim), k_cache)
-        tile = self.attention_tile or attention_tile(spec, batch)
+        tuned = self.tuned.get(_key("attention", batch, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim))
+        assert tuned is None or isinstance(tuned, AttentionTile)
+        tile = self.attention_tile or tuned or attention_tile(spec, batch)
         key = (batch, spec.heads, spec.kv_heads, spec.head_dim, tile)
         if key not in self._scratch:
             self._scratch[key] = AttentionScratch.make(batch, spec, q.device, tile)
@@ -138,4 +144,10 @@ class FusedOps:
     def _tile(self, kernel: Kernel, x: Tensor, linear: Linear) -> Tile:
         n = linear.weight.shape[0] // (2 if kernel == "norm_gate_up" else 1)
         key = (kernel, n, x.shape[1])
-        return self.tiles.get(key) or tile_for(*key, batch=len(x), itemsize=x.element_size())
+        tuned = self.tuned.get(_key(kernel, len(x), n, x.shape[1]))
+        assert tuned is None or isinstance(tuned, Tile)
+        return self.tiles.get(key) or tuned or tile_for(*key, batch=len(x), itemsize=x.element_size())
+
+
+def _key(kernel: str, batch: int, out: int, width: int) -> TileKey:
+    return TileKey(kernel, "single" if batch == 1 else "batch", out, width)

@@ -1,0 +1,118 @@
+"""Owns `bench kernels`: each kernel of a fused step, its bytes, floor, time, registers and spills, beside the unfused launches
+it replaces; and what the tuner found. Does not own the byte arithmetic (arithmetic) or the search (tune).
+
+Times are of kernels inside whole steps with PDL off, from the profiler's raw events: each layer has weights of its own, so L2
+holds none of them, and no kernel waits inside another's time.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from bench.arithmetic import Launch, in_order, step_launches
+from bench.ceiling import Ceiling, measure_ceiling
+from bench.output import Output, Report
+from bench.session import environment
+from bench.steps import Resources, StepsOptions, WholeSteps, launched, median
+from bench.tune import start_from, tune
+from models import Loaded
+from models.config import DTYPE_BYTES
+from runtime.ops import OPS_SETS, load_ops
+from runtime.ops.tuned import save_tuned
+
+HOW = "times: medians of raw profiler events inside whole steps played as a graph, PDL off; every layer has its own weights"
+ROW_TIMES = "us of one launch; 'replaces' and 'their us' are the unfused launches whose work it does"
+
+
+def launch_times(steps: WholeSteps, launches: list[Launch], ops: str) -> dict[str, list[float]] | str:
+    """Microseconds of each launch of a step by its name, a sample for each layer and step; or why there are none."""
+    played = steps.launches_us(steps.graph(load_ops(ops, pdl=False)))
+    ordered = in_order(launches)
+    if len(played[0]) != len(ordered):
+        return f"a step has {len(played[0])} kernels where {len(ordered)} are reckoned with, so times have no names"
+    times: dict[str, list[float]] = {}
+    for step in played:
+        for launch, (_, us) in zip(ordered, step, strict=True):
+            times.setdefault(launch.name, []).append(us)
+    return times
+
+
+def run(options: StepsOptions, seconds: float | None) -> int:
+    """Measure every batch and report, `seconds` of tuning for each before; the exit code."""
+    source, output = options.source(), options.output
+    settled = options.settled(source.config.dtype)
+    device = torch.device(settled.device)
+    cuda, ceiling = device.type == "cuda", measure_ceiling(device)
+    how = (HOW, ROW_TIMES) if cuda else ("no CUDA device: bytes and floors only; no kernel can be timed here",)
+    output.begin(f"bench kernels: {source.label}, {settled.dtype}", [str(ceiling), f"context {options.context}", *how])
+    tables: dict[str, Any] = {}
+    result: dict[str, Any] = {"bench": "kernels", "measured": {}, "ceiling": asdict(ceiling)}
+    result["environment"] = environment(device, options.flags, source.label, settled.dtype)
+    footnotes: list[str] = []
+    for batch in options.batch:
+        sets = {name: step_launches(source.config, settled.dtype, batch, options.context, name) for name in OPS_SETS}
+        times: dict[str, dict[str, list[float]]] = {name: {} for name in sets}
+        resources: list[Resources] = []
+        if cuda:
+            loaded = options.load(batch)
+            steps = WholeSteps(loaded, batch, options.context)
+            if seconds is not None:
+                footnotes += _tune(loaded, steps, seconds, output, result)
+            for name, launches in sets.items():
+                seen = launch_times(steps, launches, name)
+                if isinstance(seen, str):
+                    footnotes.append(f"batch {batch}, {name}: {seen}")
+                else:
+                    times[name] = seen
+                    result["measured"] |= {f"b{batch} {name} {launch} us": us for launch, us in seen.items()}
+            resources = launched(steps.eager(load_ops("fused", pdl=False)))
+            del loaded, steps
+            torch.cuda.empty_cache()
+        tables[f"Kernels of a fused step, batch {batch}"] = table(sets, times, resources, ceiling)
+    output.end(Report(result, tables, footnotes))
+    return 0
+
+
+def table(
+    sets: dict[str, list[Launch]],
+    times: dict[str, dict[str, list[float]]],
+    resources: list[Resources],
+    ceiling: Ceiling,
+) -> list[dict[str, Any]]:
+    """A row for each launch of a fused step; what was not measured stays empty."""
+    rows = []
+    ordered = in_order(sets["fused"])
+    for launch in sets["fused"]:
+        replaced = [each for each in sets["unfused"] if each.into == launch.name]
+        us = median(times["fused"][launch.name]) if launch.name in times["fused"] else None
+        theirs = [median(times["unfused"][each.name]) for each in replaced if each.name in times["unfused"]]
+        where = ordered.index(launch)
+        taken = resources[where] if len(resources) == len(ordered) else None
+        rows.append(
+            {
+                "kernel": launch.name,
+                "a step": launch.times,
+                "MB": launch.hbm_bytes / 1e6,
+                "floor us": launch.hbm_bytes / ceiling.measured_gbps / 1e3,
+                "us": us,
+                "GB/s": launch.hbm_bytes / us / 1e3 if us else None,
+                "of ceiling": f"{launch.hbm_bytes / us / 10 / ceiling.measured_gbps:.1f}%" if us else None,
+                "registers": taken.registers if taken else None,
+                "spills": taken.spills if taken else None,
+                "replaces": " + ".join(each.name for each in replaced),
+                "their us": sum(theirs) if len(theirs) == len(replaced) else None,
+            }
+        )
+    return rows
+
+
+def _tune(loaded: Loaded, steps: WholeSteps, seconds: float, output: Output, result: dict[str, Any]) -> list[str]:
+    """Tune for this batch's kind of kernels and file what was found."""
+    config, name = loaded.source.config, torch.cuda.get_device_name(steps.device)
+    found = start_from(config, steps, DTYPE_BYTES[loaded.config.dtype])
+    tune(found, steps, loaded.config.pdl == "on", seconds, output.say)
+    result.setdefault("tuned", {})[str(steps.batch)] = {"start_ms": found.start_ms, "ms": found.ms, "log": found.log}
+    path = save_tuned(name, found.keys(config, steps.batch)) if found.ms < found.start_ms else None
+    where = f"written to {path}" if path else "nothing better was found, nothing written"
+    return [f"tuned for batch {steps.batch}: {found.start_ms:.4f} ms before, {found.ms:.4f} ms after; {where}"]

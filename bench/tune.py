@@ -1,0 +1,127 @@
+"""Owns the tuner behind `bench kernels --tune`: coordinate descent over the fused kernels' tiles by the time of whole steps.
+
+Does not own the tiles in use (runtime.ops.configs) or their file (runtime.ops.tuned). A kernel's time alone misleads: with PDL
+its neighbour's ramp counts too, so a tile is judged by the graph of a whole step.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.steps import Play, WholeSteps, median
+from models.config import ModelConfig
+from runtime.ops.attention import attention_tile
+from runtime.ops.configs import Kernel, Tile, tile_for
+from runtime.ops.fused import FusedOps
+from runtime.ops.tuned import TileKey, Tuned
+
+GAIN = 0.002
+"""A tile is taken if the step is shorter by this share, twice: about what two timings of one graph differ by."""
+
+
+@dataclass
+class Found:
+    """The tiles in use so far, of GEMVs by (kernel, out, in) and of attention, and the step's time with them."""
+
+    tiles: dict[tuple[Kernel, int, int], Tile]
+    attention: Any
+    start_ms: float = 0.0
+    ms: float = 0.0
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    def ops(self, pdl: bool) -> FusedOps:
+        return FusedOps(pdl, tiles=self.tiles, attention_tile=self.attention)
+
+    def keys(self, config: ModelConfig, batch: int) -> Tuned:
+        """As `runtime.ops.tuned` files them."""
+        rows = "single" if batch == 1 else "batch"
+        attention = TileKey("attention", rows, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
+        found = {TileKey(kernel, rows, out, width): tile for (kernel, out, width), tile in self.tiles.items()}
+        return {**found, attention: self.attention}
+
+
+def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int) -> Found:
+    """The built-in tiles of every kernel of a step, the one that reads most bytes first."""
+    c, q = config, config.num_heads * config.head_dim
+    keys: list[tuple[Kernel, int, int]] = [
+        ("norm_gate_up", c.intermediate_size, c.hidden_size),
+        ("proj_residual", c.hidden_size, c.intermediate_size),
+        ("norm_linear", q + 2 * c.num_kv_heads * c.head_dim, c.hidden_size),
+        ("proj_residual", c.hidden_size, q),
+        ("norm_linear", c.vocab_size, c.hidden_size),
+    ]
+    tiles = {key: tile_for(*key, batch=steps.batch, itemsize=itemsize) for key in keys}
+    return Found(tiles, attention_tile(steps.attention, steps.batch))
+
+
+def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callable[[str], None]) -> Found:
+    """Try every neighbour of every tile, keep what makes the step shorter, until nothing does or the time is over."""
+    deadline = time.monotonic() + seconds
+    play = steps.graph(found.ops(pdl))
+    expected = _logits(steps, play)
+    found.start_ms = found.ms = median(steps.ms(play))
+    say(f"batch {steps.batch}: {found.ms:.4f} ms with the tiles in use")
+    improved, tried = True, set[Any]()
+    while improved:
+        improved = False
+        keys: list[Any] = [*found.tiles, "attention"]
+        for key in keys:
+            for tile in neighbours(found.attention if key == "attention" else found.tiles[key], key, steps.batch):
+                if time.monotonic() > deadline:
+                    say("the time is over; --tune-seconds gives more")
+                    return found
+                if (key, tile) not in tried:
+                    tried.add((key, tile))
+                    improved |= _try(found, key, tile, steps, pdl, expected, say)
+    return found
+
+
+def neighbours(tile: Any, key: Any, batch: int) -> Iterator[Any]:
+    """Tiles one move away: a number halved or doubled, a switch turned, within what the kernels allow."""
+    most = {"warps": 16, "stages": 8, "splits": 8, "block": 256, "min_keys": 512, "blocks_per_sm": 8, "ahead": 16}
+    least = {"ahead": 0} | ({} if batch == 1 or key == "attention" else {"rows": 16, "k_slice": 16})
+    if key != "attention":
+        most |= {"rows": min(256, key[1]), "k_slice": key[2]}
+        if batch == 1:
+            most |= {"splits": 0, "ahead": -1}  # one row's kernels have neither
+        elif key[0] != "proj_residual":
+            most["splits"] = 0
+    for each in fields(tile):
+        value = getattr(tile, each.name)
+        moves = [not value] if isinstance(value, bool) else [value // 2, value * 2 or 1] if isinstance(value, int) else []
+        if each.name == "stages":
+            moves = [value - 1, value + 1, value + 2]
+        for move in moves:
+            if isinstance(move, bool) or least.get(each.name, 1) <= move <= most.get(each.name, 1 << 30):
+                yield replace(tile, **{each.name: move})
+
+
+def _try(found: Found, key: Any, tile: Any, steps: WholeSteps, pdl: bool, expected: Tensor, say: Callable[[str], None]) -> bool:
+    """Whether the tile was taken. One that does not compile or gives other logits is passed over."""
+    trial = replace(found, attention=tile) if key == "attention" else replace(found, tiles={**found.tiles, key: tile})
+    try:
+        play = steps.graph(trial.ops(pdl))
+        close = torch.allclose(_logits(steps, play), expected, rtol=0.05, atol=float(0.05 * expected.abs().max()))
+        ms = median(steps.ms(play)) if close else float("inf")
+        if ms < found.ms * (1 - GAIN):
+            ms = max(ms, median(steps.ms(play)))
+    except Exception as error:  # Triton and ptxas raise types of their own; whatever it is, this tile is none
+        say(f"  {key} {tile}: refused: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        return False
+    taken = ms < found.ms * (1 - GAIN)
+    found.log.append({"kernel": str(key), "tile": asdict(tile), "ms": ms if close else None, "taken": taken})
+    say(f"  {key} {tile}: {f'{ms:.4f} ms' if close else 'other logits'}{' <- taken' if taken else ''}")
+    if taken:
+        found.tiles, found.attention, found.ms = trial.tiles, trial.attention, ms
+    return taken
+
+
+def _logits(steps: WholeSteps, play: Play) -> Tensor:
+    steps.reset()
+    logits = play()
+    assert isinstance(logits, Tensor)
+    return logits.clone()

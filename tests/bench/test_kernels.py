@@ -1,0 +1,147 @@
+"""`bench kernels` and its tuner: the table, the search over tiles on a made-up clock, the file it leaves."""
+
+import json
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from bench import kernels, tune
+from bench.arithmetic import in_order, step_launches
+from bench.ceiling import Ceiling
+from bench.steps import Resources
+from models.random_weights import SHAPES
+from runtime.errors import ConfigError
+from runtime.ops import configs
+from runtime.ops.attention import AttentionTile
+from runtime.ops.tuned import TileKey, load_tuned, save_tuned
+
+CONFIG = SHAPES["llama-2-7b"]
+CEILING = Ceiling(4000.0, "given", 4800.0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    rows: int
+    k_slice: int
+    warps: int
+    stages: int
+    early: bool = True
+
+
+def test_a_cpu_gets_bytes_and_floors(bench):
+    printed = bench("kernels", "--model", "random:llama-2-7b", "--batch", "1,8")
+    assert printed.code == 0
+    assert "no kernel can be timed here" in printed.out
+    assert "Kernels of a fused step, batch 8" in printed.out
+    assert "norm 2 + gate + up + SiLU · up" in printed.out
+    assert printed.result["measured"] == {}
+
+
+def test_tuning_on_a_cpu_is_refused_in_one_sentence(bench):
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        bench("kernels", "--model", "random:llama-2-7b", "--tune")
+
+
+def test_a_row_holds_the_launch_and_what_it_replaces():
+    sets = {ops: step_launches(CONFIG, "bfloat16", 1, 512, ops) for ops in ("fused", "unfused")}
+    times = {ops: {each.name: [9.0, 10.0, 50.0] for each in launches} for ops, launches in sets.items()}
+    resources = [Resources(i, 0, 4, 0) for i in range(len(in_order(sets["fused"])))]
+    rows = {row["kernel"]: row for row in kernels.table(sets, times, resources, CEILING)}
+    output = rows["proj_residual"]
+    assert (output["us"], output["their us"], output["replaces"]) == (10.0, 20.0, "output + add")
+    assert output["MB"] == pytest.approx(33.554432)
+    assert output["floor us"] == pytest.approx(33.554432 / 4)
+    assert output["GB/s"] == pytest.approx(3355.4432)
+    assert output["of ceiling"] == "83.9%"
+    assert output["registers"] == 3  # embedding, qkv, attention, output
+    assert rows["norm_lm_head"]["registers"] == 161
+
+
+class Clock:
+    """Steps whose time depends on the tiles alone: 3 ms, and less the nearer rows are to 8 and warps to 2."""
+
+    batch = 1
+
+    def __init__(self):
+        self.graphs = 0
+
+    def reset(self):
+        pass
+
+    def graph(self, ops):
+        self.graphs += 1
+        tile = ops["tiles"]["norm_linear", 64, 64]
+        if tile.stages > 2:
+            raise RuntimeError("out of resource: shared memory")
+        scale = 1.0 if tile.early else 3.0  # a wrong tile: other logits, and the shortest time
+        self.ms_now = (1.0 if scale != 1.0 else 3.0) + abs(tile.rows - 8) / 10 + abs(tile.warps - 2) / 10
+        now = self.ms_now
+        return SimpleNamespace(logits=torch.full((4,), scale), ms=now)
+
+    def ms(self, play):
+        return [play.ms] * 3
+
+
+def test_the_tuner_goes_down_to_the_best_tile_and_passes_over_wrong_ones(monkeypatch):
+    monkeypatch.setattr(tune.Found, "ops", lambda self, pdl: {"tiles": self.tiles})
+    monkeypatch.setattr(tune, "_logits", lambda steps, play: play.logits)
+    said = []
+    found = tune.Found({("norm_linear", 64, 64): Tile(2, 64, 8, 1)}, Tile(1, 1, 1, 1))
+    tune.tune(found, Clock(), True, 60, said.append)
+    assert found.tiles["norm_linear", 64, 64] == Tile(8, 64, 2, 1)
+    assert found.start_ms == pytest.approx(4.2)
+    assert found.ms == pytest.approx(3.0)
+    assert any("other logits" in line for line in said)
+    assert any("refused: out of resource" in line for line in said)
+
+
+def test_the_tuner_stops_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr(tune.Found, "ops", lambda self, pdl: {"tiles": self.tiles})
+    monkeypatch.setattr(tune, "_logits", lambda steps, play: play.logits)
+    clock, said = Clock(), []
+    tune.tune(tune.Found({("norm_linear", 64, 64): Tile(2, 64, 8, 1)}, Tile(1, 1, 1, 1)), clock, True, 0, said.append)
+    assert clock.graphs == 1
+    assert "time is over" in said[-1]
+
+
+def test_neighbours_stay_within_what_the_kernels_allow():
+    found = list(tune.neighbours(Tile(16, 64, 4, 1), ("norm_linear", 32, 64), batch=8))
+    assert Tile(32, 64, 4, 1) in found
+    assert Tile(16, 64, 4, 1, early=False) in found
+    assert all(tile.rows in (16, 32) and 16 <= tile.k_slice <= 64 and tile.stages >= 1 for tile in found)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "batch", "moved"),
+    [("norm_linear", 1, set()), ("norm_linear", 8, {"ahead"}), ("proj_residual", 8, {"ahead", "splits"})],
+)
+def test_what_a_kernel_does_not_use_is_not_tried(kernel, batch, moved):
+    tile = configs.Tile(32, 64, 4, 2)
+    found = {
+        name
+        for each in tune.neighbours(tile, (kernel, 64, 64), batch)
+        for name in vars(tile)
+        if vars(each)[name] != vars(tile)[name]
+    }
+    assert found == {"rows", "k_slice", "warps", "stages"} | moved
+
+
+def test_tiles_found_are_read_back_beside_those_of_other_gpus(tmp_path):
+    path, key = tmp_path / "tiles.json", TileKey("norm_linear", "single", 12288, 4096)
+    assert load_tuned("NVIDIA H200", path) == {}
+    tile, wide = configs.Tile(8, 1024, 4, 1), configs.Tile(2, 4096, 4, 1)
+    save_tuned("NVIDIA H200", {key: tile}, path)
+    save_tuned("NVIDIA L4", {key: wide}, path)
+    save_tuned("NVIDIA H200", {TileKey("attention", "batch", 4096, 4096): AttentionTile(64, 64, 4)}, path)
+    assert load_tuned("NVIDIA H200", path) == {key: tile, TileKey("attention", "batch", 4096, 4096): AttentionTile(64, 64, 4)}
+    assert load_tuned("NVIDIA L4", path) == {key: wide}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"G": {"a/b": {}}}', json.dumps({"G": {"a/b/1/2": 3}})])
+def test_a_damaged_file_of_tiles_is_told_and_passed_over(tmp_path, caplog, text):
+    path = tmp_path / "tiles.json"
+    path.write_text(text)
+    assert load_tuned("G", path) == {}
+    assert "cannot be read" in caplog.text
