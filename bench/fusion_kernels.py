@@ -1,0 +1,237 @@
+"""Owns the Triton kernels of `bench fusion`, one for each shape of fusion, with their wrappers. Does not own what they are
+compared with (fusion) or any kernel of the decode step (runtime.ops).
+"""
+
+from torch import Tensor
+
+from runtime.ops._triton import tl, triton
+
+SUB = 1024
+"""Values of one eighth of an elementwise block: one Philox call gives eight uniforms of 16 bits."""
+SOFTMAX, LAYER_NORM, RMS_NORM = range(3)
+NONE, BIAS_GELU, RESIDUAL = range(3)
+WIDEST = 32768
+"""Values of a row that one block holds in registers; wider ones are read twice, the second time from L2."""
+
+
+@triton.jit
+def _gelu(x):
+    """The tanh form, x * sigmoid(2 y), in base 2."""
+    y = x * (0.7978845608028654 + 0.035677408136300125 * x * x)
+    return x / (1.0 + tl.exp2(-2.885390081777927 * y))
+
+
+@triton.jit
+def _two_parts(x_ptr, bias_ptr, out_ptr, start, width, draw, threshold, scale, SUB: tl.constexpr):
+    """Two stretches of SUB values, each with half the bits of `draw`. A stretch lies within one row."""
+    i = tl.arange(0, SUB)
+    for half in tl.static_range(2):
+        offset = start + half * SUB
+        x = tl.load(x_ptr + offset + i).to(tl.float32) + tl.load(bias_ptr + offset % width + i).to(tl.float32)
+        keep = ((draw >> (16 * half)) & 0xFFFF).to(tl.int32) >= threshold
+        tl.store(out_ptr + offset + i, tl.where(keep, _gelu(x) * scale, 0.0).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _bias_gelu_dropout_kernel(x_ptr, bias_ptr, out_ptr, width, seed, threshold, scale, SUB: tl.constexpr):
+    program = tl.program_id(0)
+    start = program.to(tl.int64) * (8 * SUB)
+    a, b, c, d = tl.randint4x(seed, program * SUB + tl.arange(0, SUB), 7)
+    _two_parts(x_ptr, bias_ptr, out_ptr, start, width, a, threshold, scale, SUB)
+    _two_parts(x_ptr, bias_ptr, out_ptr, start + 2 * SUB, width, b, threshold, scale, SUB)
+    _two_parts(x_ptr, bias_ptr, out_ptr, start + 4 * SUB, width, c, threshold, scale, SUB)
+    _two_parts(x_ptr, bias_ptr, out_ptr, start + 6 * SUB, width, d, threshold, scale, SUB)
+
+
+def bias_gelu_dropout(x: Tensor, bias: Tensor, p: float, seed: int, out: Tensor) -> Tensor:
+    """x `[N, W]` -> dropout(gelu(x + bias)) in training mode; the mask is drawn again from the seed when wanted, not stored.
+    W is a multiple of 1024 and N * W of 8192. Bytes: x once, out once."""
+    assert x.shape[1] % SUB == 0
+    assert x.numel() % (8 * SUB) == 0
+    threshold = round(p * 65536)
+    _bias_gelu_dropout_kernel[(x.numel() // (8 * SUB),)](x, bias, out, x.shape[1], seed, threshold, 1 / (1 - p), SUB=SUB)
+    return out
+
+
+@triton.jit
+def _row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    x = tl.load(x_ptr + row * width + i, mask=inside, other=0.0).to(tl.float32)
+    if KIND == 0:
+        x = tl.where(inside, x, float("-inf"))
+        x = tl.exp(x - tl.max(x, 0))
+        x = x / tl.sum(x, 0)
+    else:
+        if KIND == 1:
+            x = tl.where(inside, x - tl.sum(x, 0) / width, 0.0)
+        x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps) * tl.load(weight_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * width + i, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _wide_row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * width
+    i = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for s in range(0, width, BLOCK):  # each lane keeps its own maximum and sums: no reduction inside the loop
+        x = tl.load(x_ptr + row + s + i, mask=s + i < width, other=float("-inf") if KIND == 0 else 0.0).to(tl.float32)
+        if KIND == 0:
+            new = tl.maximum(top, x)
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            total = total * tl.exp(top - safe) + tl.exp(x - safe)
+            top = new
+        else:
+            total += x
+            squares += x * x
+    shift = tl.max(top, 0) if KIND == 0 else tl.sum(total, 0) / width
+    if KIND == 0:
+        scale = 1.0 / tl.sum(total * tl.exp(top - shift), 0)
+    else:
+        mean_square = tl.sum(squares, 0) / width
+        if KIND == 1:
+            mean_square -= shift * shift
+        scale = tl.rsqrt(mean_square + eps)
+    for s in range(0, width, BLOCK):
+        inside = s + i < width
+        x = tl.load(x_ptr + row + s + i, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        if KIND == 0:
+            y = tl.exp(x - shift) * scale
+        else:
+            if KIND == 1:
+                x -= shift
+            y = x * scale * tl.load(weight_ptr + s + i, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row + s + i, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def row_reduction(x: Tensor, weight: Tensor, kind: int, out: Tensor, widest: int = WIDEST) -> Tensor:
+    """x `[N, W]` -> softmax, LayerNorm or RMSNorm (times weight `[W]`) of each row, float32 inside. A row to a block: in
+    registers up to `widest`, else by the online form (arXiv 1805.02867). Bytes: x once, out once."""
+    rows, width = x.shape
+    if width <= widest:
+        block = triton.next_power_of_2(width)
+        _row_kernel[(rows,)](x, weight, out, width, 1e-6, KIND=kind, BLOCK=block, num_warps=max(4, min(32, block // 1024)))
+    else:
+        _wide_row_kernel[(rows,)](x, weight, out, width, 1e-6, KIND=kind, BLOCK=min(8192, widest), num_warps=16)
+    return out
+
+
+@triton.jit
+def _gemm_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    M,
+    N,
+    K,
+    EPILOGUE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    blocks_n = tl.cdiv(N, BN)
+    group = 8 * blocks_n  # eight rows of blocks at a time, so that their b is still in L2
+    first = tl.program_id(0) // group * 8
+    height = tl.minimum(tl.cdiv(M, BM) - first, 8)
+    m = (first + tl.program_id(0) % group % height) * BM + tl.arange(0, BM)
+    n = tl.program_id(0) % group // height * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for s in range(0, K, BK):
+        a = tl.load(a_ptr + m[:, None] * K + s + k[None, :])
+        b = tl.load(b_ptr + n[None, :] * K + s + k[:, None])
+        acc = tl.dot(a.to(DOT), b.to(DOT), acc)
+    cells = m[:, None].to(tl.int64) * N + n[None, :]
+    if EPILOGUE == 1:
+        acc = _gelu(acc + tl.load(bias_ptr + n).to(tl.float32)[None, :])
+    if EPILOGUE == 2:
+        acc += tl.load(residual_ptr + cells).to(tl.float32)
+    tl.store(out_ptr + cells, acc.to(out_ptr.dtype.element_ty))
+
+
+def gemm(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    epilogue: int,
+    out: Tensor,
+    block: tuple[int, int, int] = (128, 256, 64),
+) -> Tensor:
+    """a `[M, K]`, b `[N, K]` -> a b^T `[M, N]`, and in the epilogue nothing, gelu(. + bias `[N]`), or + residual `[M, N]`; M, N
+    and K are multiples of the block. Bytes: a and b about once through L2, out once, the residual once."""
+    (m, k), n, (bm, bn, bk) = a.shape, b.shape[0], block
+    assert m % bm == n % bn == k % bk == 0
+    dot = tl.bfloat16 if a.is_cuda else tl.float32
+    shape = {"EPILOGUE": epilogue, "BM": bm, "BN": bn, "BK": bk, "DOT": dot}
+    _gemm_kernel[(m // bm * (n // bn),)](a, b, bias, residual, out, m, n, k, **shape, num_warps=8, num_stages=3)
+    return out
+
+
+@triton.jit
+def _attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, scale, T, D: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr
+):
+    head = tl.program_id(1).to(tl.int64) * T * D
+    d = tl.arange(0, D)
+    at = (tl.program_id(0) * BQ + tl.arange(0, BQ))[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + head + at).to(DOT)
+    top = tl.full((BQ,), float("-inf"), tl.float32)
+    total = tl.zeros((BQ,), tl.float32)
+    acc = tl.zeros((BQ, D), tl.float32)
+    for s in range(0, T, BK):
+        key = s + tl.arange(0, BK)
+        k = tl.load(k_ptr + head + key[None, :] * D + d[:, None]).to(DOT)
+        v = tl.load(v_ptr + head + key[:, None] * D + d[None, :]).to(DOT)
+        scores = tl.dot(q, k) * (scale * 1.4426950408889634)
+        new = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new[:, None])
+        old = tl.exp2(top - new)
+        total = total * old + tl.sum(p, 1)
+        acc = tl.dot(p.to(DOT), v, acc * old[:, None])
+        top = new
+    tl.store(out_ptr + head + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, block: tuple[int, int] = (128, 64)) -> Tensor:
+    """q, k, v `[H, T, D]` -> softmax(q k^T / sqrt(D)) v, whose scores `[H, T, T]` never leave the SM (arXiv 2205.14135); T is a
+    multiple of both blocks. Bytes: q, k, v about once through L2, out once."""
+    heads, t, d = q.shape
+    assert t % block[0] == t % block[1] == 0
+    dot = tl.bfloat16 if q.is_cuda else tl.float32
+    shape = {"D": d, "BQ": block[0], "BK": block[1], "DOT": dot}
+    _attention_kernel[(t // block[0], heads)](q, k, v, out, d**-0.5, t, **shape, num_warps=8, num_stages=3)
+    return out
+
+
+@triton.jit
+def _links_kernel(x_ptr, out_ptr, LINKS: tl.constexpr, LIVE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i).to(tl.float32)
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, LINKS, LIVE):
+        link = (first + tl.arange(0, LIVE)).to(tl.float32)
+        y = x[None, :] * (link[:, None] - LINKS / 2) / LINKS
+        y = y * y - y  # [LIVE, BLOCK]: all of them are wanted again once their maximum is known
+        new = tl.maximum(top, tl.max(y, 0))
+        p = tl.exp(y - new[None, :])
+        old = tl.exp(top - new)
+        total = total * old + tl.sum(p, 0)
+        acc = acc * old + tl.sum(p * y, 0)
+        top = new
+    tl.store(out_ptr + i, (acc / total).to(out_ptr.dtype.element_ty))
+
+
+def links(x: Tensor, out: Tensor, count: int, live: int, block: int = 1024) -> Tensor:
+    """x `[N]` -> sum of y_i softmax(y)_i over `count` functions y_i of x, `live` of them in registers at a time. N is a
+    multiple of `block`. Bytes: x once, out once, unless registers spill."""
+    _links_kernel[(x.numel() // block,)](x, out, LINKS=count, LIVE=live, BLOCK=block, num_warps=4)
+    return out

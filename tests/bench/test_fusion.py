@@ -1,0 +1,72 @@
+"""`bench fusion`: the arithmetic of its experiments, what a CPU is told, and its kernels in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from bench import experiments, fusion
+
+RATES = experiments.Rates(1000.0, 100.0, 10.0, 20.0, "given")
+
+
+def test_every_kernel_gives_what_torch_gives_in_the_interpreter():
+    triton = pytest.importorskip("triton", reason="needs Triton")
+    if triton.__version__.startswith("3.6.") and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+        pytest.skip("needs Triton 3.7 or NumPy before 2.4: Triton 3.6's interpreter takes arrays of one element for numbers")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command.append(str(Path(__file__).with_name("test_fusion_kernels.py")))
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout
+
+
+def test_the_large_chain_moves_26_gigabytes_and_its_mask_or_8():
+    eager, compiled, triton = experiments.chain(32 * 4096, 16384, "").variants
+    mask = 32 * 4096 * 16384
+    assert sum(moved for moved, _ in eager.kernels) == 6 * 2 * mask + mask
+    assert [moved for moved, _ in compiled.kernels] == [moved for moved, _ in triton.kernels] == [8_589_934_592]
+
+
+def test_a_prediction_is_the_slowest_of_bytes_arithmetic_and_launches():
+    def make(device):
+        raise AssertionError("nothing is allocated for a prediction")
+
+    assert experiments.Variant("eager", [(50_000_000, 0), (0, 400_000_000)], make).predicted_us(RATES) == pytest.approx(54)
+    assert experiments.Variant("eager", [(1, 0)] * 3, make).predicted_us(RATES) == pytest.approx(30)
+    assert experiments.Variant("Triton", [(1, 0)], make).predicted_us(RATES) == pytest.approx(20)
+    assert experiments.Variant("Triton", [(1, 0)], make, host=False).predicted_us(RATES) == pytest.approx(
+        0.001 / 1000, abs=1e-3
+    )
+
+
+def test_every_experiment_has_the_two_that_its_word_compares():
+    everything = experiments.by_name()
+    assert tuple(everything) == experiments.EXPERIMENTS
+    for experiment in (each for group in everything.values() for each in group):
+        assert set(experiment.gain) <= {variant.name for variant in experiment.variants}
+
+
+def test_a_cpu_gets_the_arithmetic_and_is_told_so(bench):
+    printed = bench("fusion", "--only", "chain,attention")
+    assert printed.code == 0
+    assert "no CUDA device: the arithmetic only" in printed.out
+    assert "27,917" in printed.out
+    assert "measured not at all: three passes over HBM, and a mask, become one" in printed.out
+    assert printed.result["measured"] == {}
+
+
+def test_a_variant_that_fails_is_told_in_its_row(monkeypatch):
+    class Cuda:
+        type = "cuda"
+
+    def make(device):
+        raise RuntimeError("no such kernel\nand more")
+
+    monkeypatch.setattr(fusion.torch.cuda, "empty_cache", lambda: None)
+    row, samples = fusion._row(experiments.Variant("torch.compile", [(8, 0)], make), RATES, Cuda())
+    assert row["note"] == "failed: no such kernel"
+    assert (row["us"], samples) == (None, None)

@@ -1,0 +1,80 @@
+"""The experiments' Triton kernels give what torch gives; played by `test_fusion.py` in Triton's interpreter, or on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from triton import knobs
+
+from bench import experiments
+from bench import fusion_kernels as own
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(
+    DEVICE.type == "cpu" and not knobs.runtime.interpret, reason="needs TRITON_INTERPRET=1 or a GPU"
+)
+
+
+def played(variant):
+    torch.manual_seed(0)
+    return variant.make(DEVICE)()
+
+
+def close(ours, theirs, atol=0.02):
+    print(f"largest difference {float((ours.float() - theirs.float()).abs().max()):.2e}")
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=atol, rtol=0.02)
+
+
+def named(experiment):
+    return {variant.name: variant for variant in experiment.variants}
+
+
+def test_the_chain_drops_a_tenth_and_scales_the_rest():
+    torch.manual_seed(0)
+    x, b = torch.randn(4, 2048, dtype=torch.bfloat16, device=DEVICE), torch.randn(2048, dtype=torch.bfloat16, device=DEVICE)
+    out = own.bias_gelu_dropout(x, b, 0.1, 7, torch.empty_like(x))
+    again = own.bias_gelu_dropout(x, b, 0.1, 7, torch.empty_like(x))
+    want = torch.nn.functional.gelu(x + b, approximate="tanh").float() / 0.9
+    dropped = (out == 0) & (want.abs() > 1e-3)
+    assert torch.equal(out, again)
+    assert 0.08 < float(dropped.float().mean()) < 0.12
+    close(torch.where(dropped, want, out.float()), want)
+
+
+@pytest.mark.parametrize("kind", [own.SOFTMAX, own.LAYER_NORM, own.RMS_NORM])
+@pytest.mark.parametrize("width", [96, 257])
+@pytest.mark.parametrize("widest", [512, 64])
+def test_a_row_is_reduced_in_registers_and_online(kind, width, widest):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for shape in ((3, width), (width,)))
+    want = {
+        own.SOFTMAX: lambda: torch.softmax(x.float(), -1),
+        own.LAYER_NORM: lambda: torch.nn.functional.layer_norm(x.float(), (width,), weight.float(), eps=1e-6),
+        own.RMS_NORM: lambda: torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), eps=1e-6),
+    }[kind]()
+    close(own.row_reduction(x, weight, kind, torch.empty_like(x), widest), want)
+
+
+def test_every_variant_of_a_row_and_of_a_product_agrees():
+    rows = named(experiments.rows(own.LAYER_NORM, 64, 256))
+    close(played(rows["Triton"]), played(rows["eager, op by op"]), 0.05)
+    product = named(experiments.gemm(64, 64, 64, "", block=(32, 32, 16)))
+    close(played(product["Triton, bias and GELU inside"]), played(product["cuBLAS, eager bias and GELU"]), 0.05)
+    close(played(product["Triton, eager bias and GELU"]), played(product["cuBLAS, eager bias and GELU"]), 0.05)
+    close(played(product["Triton, residual inside"]), played(product["cuBLAS, eager residual"]), 0.05)
+
+
+def test_attention_without_its_scores_is_attention():
+    variants = named(experiments.attention(2, 64, 16, block=(32, 16)))
+    close(played(variants["Triton"]), played(variants["three kernels (and q's scale)"]))
+
+
+def test_links_alive_together_or_in_turns_give_one_sum():
+    few, many = experiments.spill(256, 16, 4, block=128).variants
+    close(played(few), played(many))
+
+
+def test_few_rows_in_a_block_each_or_op_by_op_give_one_norm():
+    fused, apart = experiments.few_rows(2, 300).variants
+    close(played(fused), played(apart), 0.05)
