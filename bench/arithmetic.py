@@ -1,0 +1,134 @@
+"""Owns the times that a decode step's bytes predict, launch by launch, unfused and fused. Measures nothing.
+
+Does not own the bytes (models.traffic). Source: a GEMV of B rows on `[n, k]` weights does 2*B*n*k operations and must read the
+weights once; attention does two operations with each value of K and V for every query head that shares it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from models.config import DTYPE_BYTES, ModelConfig
+from models.traffic import around_launches, layer_launches
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a step.
+
+    Attributes:
+        name: unique in a step; what comes again in a layer carries its number.
+        into: the fused launch that does its work (its own name for a fused one).
+        times: launches a step.
+        hbm_bytes: weights, K and V of one launch; l2_bytes: activations read and written.
+        operations: of one launch's products.
+    """
+
+    name: str
+    into: str
+    times: int
+    hbm_bytes: int
+    l2_bytes: int
+    operations: int
+
+    @property
+    def intensity(self) -> float:
+        """Operations for each byte moved."""
+        return self.operations / max(1, self.hbm_bytes + self.l2_bytes)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device gives: read rate, arithmetic, a launch as a graph's node, and the drain and ramp of the bus at a boundary
+    between two kernels that stream. With PDL both cost less. `source` says where the figures come from."""
+
+    read_gbps: float
+    tflops: float
+    node_us: float
+    node_pdl_us: float
+    boundary_us: float
+    boundary_pdl_us: float
+    source: str
+
+    def predicted_us(self, launch: Launch, pdl: bool) -> float:
+        """Time of one launch in a chain: bytes or arithmetic over their ceilings, and what its boundary costs."""
+        node, boundary = (self.node_pdl_us, self.boundary_pdl_us) if pdl else (self.node_us, self.boundary_us)
+        streams = self.stream_us(launch)
+        return max(streams + (boundary if streams > node else 0.0), node)
+
+    def stream_us(self, launch: Launch) -> float:
+        return max(launch.hbm_bytes / self.read_gbps / 1e3, launch.operations / self.tflops / 1e6)
+
+    def side(self, launch: Launch) -> str:
+        """Which side of the roof a launch is on: memory, arithmetic, or under both, where the launch itself rules."""
+        if self.stream_us(launch) < self.node_us:
+            return "launch"
+        return "memory" if launch.hbm_bytes / self.read_gbps / 1e3 >= launch.operations / self.tflops / 1e6 else "arithmetic"
+
+
+H200 = Ceilings(
+    read_gbps=4610.0,
+    tflops=989.0,
+    node_us=0.82,
+    node_pdl_us=0.58,
+    boundary_us=1.9,
+    boundary_pdl_us=1.9,
+    source="one NVIDIA H200, measured 2026-11-29 with torch 2.11 and triton 3.6, arithmetic by the datasheet",
+)
+
+
+def step_ms(launches: Sequence[Launch], ceilings: Ceilings, pdl: bool) -> float:
+    """Predicted time of a step played as one graph."""
+    return sum(each.times * ceilings.predicted_us(each, pdl) for each in launches) / 1e3
+
+
+def step_bytes(launches: Sequence[Launch]) -> int:
+    """What a step must read: weights, K and V."""
+    return sum(each.times * each.hbm_bytes for each in launches)
+
+
+def step_launches(config: ModelConfig, dtype: str, batch: int, context: int, ops: str) -> list[Launch]:
+    """A step's launches in order, a layer's once with its number of times.
+
+    Args:
+        context: positions a row reads, the one being written included.
+        ops: "fused" or "unfused".
+    """
+    first, *last = around_launches(config, ops, dtype, batch)
+    layer = layer_launches(config, ops, dtype, batch, context - 1)
+    names = _numbered([each.name for each in (first, *layer, *last)])
+    into = names if ops == "fused" else _fused_names(config, dtype)
+    times = [1, *[config.num_layers] * len(layer), *[1] * len(last)]
+    group, size = config.num_heads // config.num_kv_heads, DTYPE_BYTES[dtype]
+    found = []
+    for each, name, goal, count in zip((first, *layer, *last), names, into, times, strict=True):
+        values = (batch * each.weight_bytes + group * each.kv_bytes) // size
+        products = 0 if each is first or "cache write" in name else 2 * values
+        found.append(Launch(name, goal, count, each.weight_bytes + each.kv_bytes, each.activation_bytes, products))
+    return found
+
+
+def _fused_names(config: ModelConfig, dtype: str) -> list[str]:
+    """Of each unfused launch in order, the fused launch that does its work."""
+    first, *last = around_launches(config, "fused", dtype)
+    fused = [first, *layer_launches(config, "fused", dtype), *last]
+    names = _numbered([each.name for each in fused])
+    return [name for name, each in zip(names, fused, strict=True) for _ in each.fuses]
+
+
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Names with what comes again numbered from 2."""
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name} {seen[name]}")
+    return found
+
+
+def in_order(launches: Sequence[Launch]) -> list[Launch]:
+    """Every launch of a step as the device plays them: the layer's, which have the most times, stand between the others."""
+    layers = max(each.times for each in launches)
+    inside = [each for each in launches if each.times == layers]
+    first = launches.index(inside[0])
+    return [*launches[:first], *inside * layers, *launches[first + len(inside) :]]

@@ -1,0 +1,74 @@
+"""The byte arithmetic of a step: it adds up to what the config says a token reads, and has as many launches as the ops sets."""
+
+import pytest
+
+from bench.arithmetic import H200, Ceilings, in_order, step_bytes, step_launches, step_ms
+from models.random_weights import SHAPES
+from runtime.ops.fused import FusedOps
+from runtime.ops.unfused import UnfusedOps
+
+GIVEN = Ceilings(1000.0, 100.0, 1.0, 0.5, 2.0, 1.5, "given")
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_the_bytes_of_all_launches_are_those_a_token_must_read(name):
+    config = SHAPES[name]
+    table_row = 2 * config.hidden_size  # the embedding's, which the config leaves out
+    fused, unfused = (step_bytes(step_launches(config, "bfloat16", 1, 512, ops)) - table_row for ops in ("fused", "unfused"))
+    assert fused == config.bytes_per_token("bfloat16", 512)
+    assert unfused - fused == config.kv_bytes_per_position("bfloat16")  # written by a launch of its own, and read back
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "qwen3-8b"])
+def test_a_step_has_as_many_launches_as_its_ops_set_says(name):
+    config = SHAPES[name]
+    around = 1  # the sampler
+    for ops in (FusedOps, UnfusedOps):
+        layer = ops.launches_per_layer + (ops.launches_per_qk_norm if config.qk_norm else 0)
+        launches = in_order(step_launches(config, "bfloat16", 1, 512, ops.name))
+        assert len(launches) == config.num_layers * layer + ops.launches_around + around
+    assert [each.name for each in launches[:3]] == ["embed", "norm", "q"]
+    assert [each.name for each in launches[-2:]] == ["LM head", "sampler"]
+
+
+def test_every_unfused_launch_has_a_fused_one_that_does_its_work():
+    config = SHAPES["qwen3-8b"]
+    fused = {each.name: each for each in step_launches(config, "bfloat16", 4, 512, "fused")}
+    apart = step_launches(config, "bfloat16", 4, 512, "unfused")
+    for name, launch in fused.items():
+        parts = [each for each in apart if each.into == name]
+        assert parts, name
+        assert sum(each.l2_bytes for each in parts) >= launch.l2_bytes - launch.hbm_bytes
+    assert {each.into for each in apart} == set(fused)
+
+
+def test_weights_are_read_once_for_all_rows_and_keys_once_a_row():
+    config = SHAPES["llama-2-7b"]
+    one, eight = ({each.name: each for each in step_launches(config, "bfloat16", b, 512, "fused")} for b in (1, 8))
+    assert one["norm_gate_up"].hbm_bytes == eight["norm_gate_up"].hbm_bytes == 2 * (2 * 11008 * 4096 + 4096)
+    assert 8 * one["attention"].hbm_bytes == eight["attention"].hbm_bytes == 8 * 2 * 2 * 4096 * 512
+    assert eight["norm_gate_up"].operations == pytest.approx(8 * 2 * 22016 * 4096, rel=1e-3)  # the norm's are counted too
+    assert eight["attention"].operations == 8 * 4 * 4096 * 512
+
+
+def test_a_window_bounds_the_keys_read():
+    config = SHAPES["mistral-7b-v0.1"]
+    near, far = ({each.name: each for each in step_launches(config, "bfloat16", 1, n, "fused")} for n in (4096, 9000))
+    assert near["attention"].hbm_bytes == far["attention"].hbm_bytes
+
+
+def test_a_time_is_bytes_over_the_ceiling_and_a_boundary_or_a_node():
+    config = SHAPES["llama-2-7b"]
+    launches = {each.name: each for each in step_launches(config, "bfloat16", 1, 512, "unfused")}
+    assert GIVEN.predicted_us(launches["q"], pdl=False) == pytest.approx(2 * 4096 * 4096 / 1e6 + 2.0)
+    assert GIVEN.predicted_us(launches["q"], pdl=True) == pytest.approx(2 * 4096 * 4096 / 1e6 + 1.5)
+    assert GIVEN.predicted_us(launches["rope"], pdl=False) == 1.0
+    assert (GIVEN.side(launches["q"]), GIVEN.side(launches["rope"])) == ("memory", "launch")
+    many = {each.name: each for each in step_launches(config, "bfloat16", 16, 512, "unfused")}
+    assert Ceilings(1000.0, 1.0, 1.0, 0.5, 2.0, 1.5, "given").side(many["q"]) == "arithmetic"
+
+
+def test_the_h200s_figures_put_a_7b_step_over_its_floor():
+    """13.21 GB and the K/V of 512 positions take 2.93 ms at 4.61 TB/s."""
+    launches = step_launches(SHAPES["llama-2-7b"], "bfloat16", 1, 512, "fused")
+    assert 2.93 < step_ms(launches, H200, pdl=True) < 3.4
