@@ -14,23 +14,37 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from bench import check, latency
+import torch
+
+from bench import check, compare, fusion, kernels, latency, launches, roofline
+from bench.experiments import EXPERIMENTS
+from bench.output import Output
+from bench.steps import StepsOptions
 from runtime.__main__ import add_engine_flags, engine_config, run_door
-from runtime.config import MAX_SLOTS
+from runtime.config import DTYPES, MAX_SLOTS, EngineConfig
+from runtime.device import resolve
 from runtime.errors import ConfigError
 
 T = TypeVar("T")
-Options = TypeVar("Options", latency.LatencyOptions, check.CheckOptions)
+Options = TypeVar("Options", latency.LatencyOptions, check.CheckOptions, StepsOptions)
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags of this door."""
     flags = argparse.ArgumentParser(prog="python -m bench", description="Measure Quartet. The last line is one JSON object.")
     commands = flags.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_latency(commands.add_parser("latency", conflict_handler="resolve", help="first-token and inter-token times"))
-    _add_check(commands.add_parser("check", conflict_handler="resolve", help="logits against transformers"))
+    for name, add, about in (
+        ("latency", _add_latency, "first-token and inter-token times"),
+        ("roofline", _add_roofline, "a step's bytes by launch, the time they predict, and the measured one"),
+        ("kernels", _add_kernels, "each kernel's bytes, floor, time and registers, beside what it replaces; the tuner"),
+        ("fusion", _add_fusion, "the shapes of fusion and its limits, as experiments"),
+        ("launches", _add_launches, "what a launch costs"),
+        ("compare", _add_compare, "two results; exit code 1 past a threshold"),
+        ("check", _add_check, "logits against transformers"),
+    ):
+        add(commands.add_parser(name, conflict_handler="resolve", help=about))
     return flags
 
 
@@ -46,11 +60,69 @@ def _add_latency(flags: argparse.ArgumentParser) -> None:
     group.add_argument("--warmup", type=_count(0), default=1, metavar="N", help="uncounted full passes (default: 1)")
     group.add_argument("--random-weights", action="store_true", help="random weights of the model's shapes")
     group.add_argument("--against", choices=("transformers",), help="Hugging Face plays the same cells")
-    output = flags.add_argument_group("output")
-    output.add_argument("-o", dest="format", choices=("md", "json", "jsonl", "csv"), default="md", help="default: md")
-    output.add_argument("--output", type=Path, metavar="FILE", help="write the report there too")
-    output.add_argument("--profile", type=Path, metavar="FILE", help="keep the profiler's trace (.json, .json.gz)")
-    flags.set_defaults(run=lambda args: latency.run(_options(latency.LatencyOptions, args, max(args.batch))))
+    group.add_argument("--ladder", action="store_true", help="play every rung from unfused eager to fused with PDL")
+    group.add_argument("--start", action="store_true", help="measure start costs too, cold and warm")
+    output = _add_output_flags(flags)
+    output.add_argument("--plot", type=Path, metavar="FILE", help="a PNG of where a token's time goes")
+    output.add_argument(
+        "--profile", type=Path, metavar="FILE", help="keep the profiler's trace, PDL off (.json, .json.gz), for Perfetto"
+    )
+    flags.set_defaults(run=lambda args: latency.run(_matrix(latency.LatencyOptions, args, max(args.batch))))
+
+
+def _add_steps_flags(flags: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """MODEL and the shape of whole steps."""
+    flags.add_argument("--model", metavar="MODEL", default="demo", help="as everywhere (default: demo)")
+    flags.add_argument("--revision", help="branch, tag or commit of a hub id")
+    flags.add_argument("--random-weights", action="store_true", help="random weights of the model's shapes")
+    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    flags.add_argument("--dtype", choices=DTYPES, default="auto")
+    group = flags.add_argument_group("steps")
+    group.add_argument("--batch", type=_list(_count(1, MAX_SLOTS)), default=(1, 8), metavar="N,N", help="rows (default: 1,8)")
+    group.add_argument("--context", type=_count(1), default=512, metavar="N", help="positions a row reads (default: 512)")
+    _add_output_flags(flags)
+    return group
+
+
+def _add_roofline(flags: argparse.ArgumentParser) -> None:
+    flags.description = "Write out a decode step's bytes and operations by launch, predict its time, then measure it on a GPU."
+    group = _add_steps_flags(flags)
+    about = "h200: figures on record, arithmetic only; measured: this device's (default: measured on a GPU, else h200)"
+    group.add_argument("--gpu", choices=("h200", "measured"), help=about)
+    flags.set_defaults(run=lambda args: roofline.run(_steps(args), args.gpu or _default_gpu(args)))
+
+
+def _add_kernels(flags: argparse.ArgumentParser) -> None:
+    flags.description = "Time each kernel of a fused step inside whole steps, beside the unfused launches that it replaces."
+    group = _add_steps_flags(flags)
+    group.add_argument("--tune", action="store_true", help="search tiles by whole-step time; the runtime reads what is found")
+    group.add_argument("--tune-seconds", type=_count(1), default=120, metavar="N", help="for each batch (default: 120)")
+    flags.set_defaults(run=lambda args: kernels.run(_steps(args), _tune_seconds(args)))
+
+
+def _add_fusion(flags: argparse.ArgumentParser) -> None:
+    flags.description = "Each experiment unfused, through torch.compile and as a Triton kernel, with bytes predicted."
+    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    names = ", ".join(EXPERIMENTS)
+    flags.add_argument("--only", type=_list(_word(tuple(EXPERIMENTS))), metavar="NAME,NAME", help=f"of {names}")
+    _add_output_flags(flags)
+    flags.set_defaults(run=lambda args: fusion.run(_device(args), args.only, _output(args), _flags(args)))
+
+
+def _add_launches(flags: argparse.ArgumentParser) -> None:
+    flags.description = "What a launch costs: torch op, Triton launch, graph node, graph node with PDL."
+    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    _add_output_flags(flags)
+    flags.set_defaults(run=lambda args: launches.run(_device(args), _output(args), _flags(args)))
+
+
+def _add_compare(flags: argparse.ArgumentParser) -> None:
+    flags.description = "Compare two results of one command, B against A."
+    flags.add_argument("a", type=Path, metavar="A.json")
+    flags.add_argument("b", type=Path, metavar="B.json")
+    flags.add_argument("--threshold", type=_count(0), default=5, metavar="PERCENT", help="B may be slower by this (default: 5)")
+    _add_output_flags(flags)
+    flags.set_defaults(run=lambda args: compare.run(args.a, args.b, args.threshold / 100, _output(args)))
 
 
 def _add_check(flags: argparse.ArgumentParser) -> None:
@@ -63,7 +135,7 @@ def _add_check(flags: argparse.ArgumentParser) -> None:
     group.add_argument("--logits", type=Path, metavar="FILE", help="write [ids, vocabulary] float32 logits as safetensors")
     group.add_argument("--against", choices=("transformers",), help="judge by rule N; exit code 1 if it fails")
     group.add_argument("-o", dest="format", choices=("text", "json"), default="text", help="json: nothing but the last line")
-    flags.set_defaults(run=lambda args: check.run(_options(check.CheckOptions, args, args.rows)))
+    flags.set_defaults(run=lambda args: check.run(_matrix(check.CheckOptions, args, args.rows)))
 
 
 def _add_engine_flags(flags: argparse.ArgumentParser) -> None:
@@ -75,17 +147,55 @@ def _add_engine_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--max-slots", type=int, metavar="N", help="default: what the largest batch needs")
 
 
-def _options(kind: type[Options], args: argparse.Namespace, rows: int) -> Options:
+def _add_output_flags(flags: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = flags.add_argument_group("output")
+    group.add_argument("-o", dest="format", choices=("md", "json", "jsonl", "csv"), default="md", help="default: md")
+    group.add_argument("--output", type=Path, metavar="FILE", help="write the report there too")
+    group.add_argument("--html", type=Path, metavar="FILE", help="write it as one HTML file, pictures inside")
+    return group
+
+
+def _matrix(kind: type[Options], args: argparse.Namespace, rows: int) -> Options:
     """A command's options out of its flags, with an EngineConfig for each combination of --ops and --graph."""
     if args.max_slots is not None and args.max_slots < rows:
         raise ConfigError(f"--max-slots is {args.max_slots} and {rows} rows are to be played; raise it or leave it out")
-    flags = {name: value for name, value in vars(args).items() if name != "run"}
-    played = {**flags, "max_slots": args.max_slots or rows}
+    played = {**_flags(args), "max_slots": args.max_slots or rows}
     combinations = [{**played, "ops": ops, "graph": graph} for ops in args.ops for graph in args.graph]
-    wishes = tuple(engine_config(argparse.Namespace(**each)) for each in combinations)
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
-    values = {**flags, "wishes": wishes, "flags": plain}
+    return _options(kind, args, wishes=tuple(engine_config(argparse.Namespace(**each)) for each in combinations))
+
+
+def _steps(args: argparse.Namespace) -> StepsOptions:
+    """The options of a command that plays whole steps outside the engine."""
+    return _options(StepsOptions, args, config={"device": args.device, "dtype": args.dtype})
+
+
+def _default_gpu(args: argparse.Namespace) -> str:
+    return "measured" if _device(args).type == "cuda" else "h200"
+
+
+def _tune_seconds(args: argparse.Namespace) -> float | None:
+    if args.tune and _device(args).type != "cuda":
+        raise ConfigError("--tune times fused kernels and needs a CUDA device; leave it out here")
+    return args.tune_seconds if args.tune else None
+
+
+def _options(kind: type[Options], args: argparse.Namespace, **more: object) -> Options:
+    flags = _flags(args)
+    output = _output(args) if "output" in flags else None
+    values = {**flags, "output": output, "flags": flags, **more}
     return kind(**{field.name: values[field.name] for field in fields(kind)})
+
+
+def _flags(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if name != "run"}
+
+
+def _output(args: argparse.Namespace) -> Output:
+    return Output(args.format, args.output, args.html)
+
+
+def _device(args: argparse.Namespace) -> torch.device:
+    return torch.device(resolve(EngineConfig(device=args.device), "bfloat16")[0].device)
 
 
 def _count(least: int, most: int | None = None) -> Callable[[str], int]:

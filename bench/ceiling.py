@@ -67,7 +67,7 @@ def _cuda_gbps(buffer: Tensor, repeats: int = 20) -> float:
     for _ in range(3 + repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        _read_kernel[(programs,)](buffer, out, BLOCK=BLOCK, ITERATIONS=ITERATIONS, STAGES=STAGES, num_warps=WARPS)
+        read_kernel[(programs,)](buffer, out, BLOCK=BLOCK, ITERATIONS=ITERATIONS, STAGES=STAGES, PDL=False, num_warps=WARPS)
         end.record()
         end.synchronize()
         times_ms.append(start.elapsed_time(end))
@@ -75,11 +75,18 @@ def _cuda_gbps(buffer: Tensor, repeats: int = 20) -> float:
     return float(read_bytes / statistics.median(times_ms[3:]) / 1e6)  # the first calls compile and warm up
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
+    """Each program reads BLOCK * ITERATIONS values and stores their sum; with PDL it waits behind its first block."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0).to(tl.int64)
     offsets = program * (BLOCK * ITERATIONS) + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for i in tl.range(0, ITERATIONS, num_stages=STAGES):
+    START: tl.constexpr = 1 if PDL else 0
+    if PDL:
+        total += tl.load(x_ptr + offsets).to(tl.float32)
+        tl.extra.cuda.gdc_wait()
+    for i in tl.range(START, ITERATIONS, num_stages=STAGES):
         total += tl.load(x_ptr + offsets + i * BLOCK).to(tl.float32)
     tl.store(out_ptr + program, tl.sum(total, axis=0))

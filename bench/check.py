@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.hugging_face import reference, require_transformers
+from bench.output import require_folder
 from bench.rule_n import Verdict, rule_n
-from bench.session import environment, load, require_folder
+from bench.session import environment, load
 from models import Decoder, Loaded, find_model
 from runtime.config import EngineConfig
 from runtime.decode_graph import DecodeGraphs
@@ -93,7 +94,7 @@ def run(options: CheckOptions) -> int:
     passed = all(verdict.passed for verdict in verdicts.values())
     result = {
         "bench": "check",
-        "environment": environment(loaded, options.model, options.flags),
+        "environment": environment(torch.device(loaded.config.device), options.flags, options.model, loaded.config.dtype),
         "notes": loaded.notes,
         "ids": ids,
         "prefill": prefill,

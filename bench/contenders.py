@@ -72,24 +72,28 @@ class EngineRun:
 
 
 class TransformersRun:
-    """A transformers model in eval mode, its eager forward with a dynamic cache. See `timing.Contender`."""
+    """A transformers model in eval mode: its eager forward with a dynamic cache, or its forward compiled for CUDA graphs (mode
+    "reduce-overhead") with a static cache, prompts eager. See `timing.Contender`."""
 
-    ops, graph = "transformers", "off"
-
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, compiled: bool = False) -> None:
+        self.ops, self.graph = ("transformers compiled", "on") if compiled else ("transformers", "off")
         self._hf = hf
+        self._forward = (
+            torch.compile(hf.forward, mode="reduce-overhead", fullgraph=True, dynamic=False) if compiled else hf.forward
+        )
         # Versions differ, and forward takes any keyword: a wrong name would quietly mean no cache.
         self._cache_name = "cache" if "cache" in inspect.signature(type(hf).forward).parameters else "past_key_values"
+        self._compiled = compiled
+        self._static: dict[Shape, Any] = {}  # the compiled graphs know a cache by its address
         self._cache: Any = None
+        self._prompt = True
         self._ids = torch.empty(0)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prepare(self, shape: Shape, seed: int) -> None:
-        from transformers import DynamicCache
-
         config, device = self._hf.config, self._hf.device
         self._ids = _random_ids(config.vocab_size, shape.batch, shape.prompt_len, seed)
-        self._cache = DynamicCache(config=config)
+        self._cache, self._prompt = self._empty(shape), True
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         size = (shape.batch, config.num_key_value_heads, shape.depth, head_dim)
         for layer in range(config.num_hidden_layers if shape.depth else 0):
@@ -100,16 +104,34 @@ class TransformersRun:
     def submit(self) -> None:
         self._ids = self._ids.to(self._hf.device)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def advance(self) -> list[int]:
+        forward = self._hf.forward if self._prompt else self._forward
+        torch.compiler.cudagraph_mark_step_begin()
         arguments = {"input_ids": self._ids, self._cache_name: self._cache, "use_cache": True, "logits_to_keep": 1}
-        tokens = self._hf(**arguments).logits[:, -1].argmax(dim=-1)  # [B]
+        try:
+            tokens = forward(**arguments).logits[:, -1].argmax(dim=-1)  # [B]
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:  # a compiler's, of this rival alone: the other cells go on
+            raise RequestError(f"transformers failed: {str(error).splitlines()[0]}") from error
         tokens.tolist()  # the wait for the device, as for a user who reads them
-        self._ids = tokens[:, None]
+        self._ids, self._prompt = tokens[:, None].clone(), False
         return list(range(len(tokens)))
 
     def finish(self) -> None:
         self._cache = None
+
+    def _empty(self, shape: Shape) -> Any:
+        from transformers import DynamicCache, StaticCache
+
+        if not self._compiled:
+            return DynamicCache(config=self._hf.config)
+        if shape not in self._static:
+            length = shape.depth + shape.prompt_len + shape.gen_len
+            self._static[shape] = StaticCache(config=self._hf.config, max_cache_len=length)
+        self._static[shape].reset()
+        return self._static[shape]
 
 
 def _random_ids(vocab_size: int, batch: int, length: int, seed: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ def profile(
         path, shape = trace, cell.shape
         if trace is not None and len(cells) > 1:
             name, dot, suffix = trace.name.partition(".")
-            way = f"{cell.contender.ops}-{cell.contender.graph}"
+            way = f"{cell.contender.ops}-{cell.contender.graph}".replace(",", "").replace(" ", "-")
             path = trace.with_name(f"{name}-{way}-b{shape.batch}-d{shape.depth}{dot}{suffix}")
         counts: Counts | str | None = None
         if not cell.failures and (device.type == "cuda" or trace is not None):
@@ -74,7 +74,7 @@ def profile(
 
 def _profile_cell(cell: Cell, layers: int, cuda: bool, trace: Path | None) -> Counts | str | None:
     """Bring the whole batch into its decode steps, then record some of them."""
-    contender, shape = cell.contender, cell.shape
+    contender, shape = cell.apart or cell.contender, cell.shape
     steps = min(STEPS, shape.gen_len - 5)
     if steps < 1:
         return f"gen_len {shape.gen_len} is too short to profile; 6 or more are needed"

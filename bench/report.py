@@ -1,9 +1,8 @@
-"""Owns what is said of latency cells: statistics, JSON, Markdown tables, CSV. Does not own where the samples come from."""
+"""Owns what is said of latency cells: statistics, shares of the floor, where a token's time goes, ratios between cells, tables.
 
-import csv
-import io
-import json
-import statistics
+Does not own where the samples come from (timing, profiled) or how a report is written (output).
+"""
+
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,53 +10,19 @@ from typing import Any
 
 from bench.ceiling import Ceiling
 from bench.profiled import Counts
+from bench.samples import INTERVAL, METHOD, P99_NEEDS, mean_and_deviation, median_interval, ratio_interval, summary
 from bench.timing import FORMULAS, Cell
 
-METHOD = "linear interpolation between the two nearest ranks"
-P99_NEEDS = 100
-"""With fewer samples than this a p99 is nearly the maximum, and is flagged."""
 FIGURES = ("tok/s", "ITL p50 ms", "p90 ms", "p99 ms", "max ms", "TTFT ms", "of floor", "of datasheet")
-
-
-def percentile(samples: Sequence[float], q: float) -> float:
-    """The q-th percentile (0 to 100) of at least one sample, by linear interpolation, as numpy's default does."""
-    ordered = sorted(samples)
-    rank = (len(ordered) - 1) * q / 100
-    low = int(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
-
-
-def mean_and_deviation(name: str, samples: Sequence[float]) -> dict[str, float | None]:
-    """mean_ and std_ (sample deviation, n - 1) of `name`; None where there are too few samples."""
-    return {
-        f"mean_{name}": statistics.fmean(samples) if samples else None,
-        f"std_{name}": statistics.stdev(samples) if len(samples) > 1 else None,
-    }
-
-
-def summary(name: str, samples: Sequence[float]) -> dict[str, float | int | bool | None]:
-    """mean_, std_, median_, p50_ (the same), p90_, p99_, max_ and n_ of `name`; None without samples."""
-    ranks = {"median": 50, "p50": 50, "p90": 90, "p99": 99, "max": 100}
-    return {
-        **mean_and_deviation(name, samples),
-        **{f"{word}_{name}": percentile(samples, q) if samples else None for word, q in ranks.items()},
-        f"n_{name}": len(samples),
-        f"p99_{name}_has_few_samples": len(samples) < P99_NEEDS,
-    }
-
-
-def text(format: str, result: dict[str, Any]) -> str:
-    """A whole result as "md", "csv", "jsonl" or "json"."""
-    model, cells = result["model"], result["cells"]
-    if format == "md":
-        tables = [markdown(table) for table in (rows(model, cells), count_rows(cells)) if table]
-        return "\n\n".join([*tables, footnotes(result)])
-    if format == "csv":
-        return csv_text(cells)
-    if format == "jsonl":
-        return "\n".join(json_text({"model": model, **cell}) for cell in cells)
-    return json_text(result)
+PARTS = {
+    "floor": "weights and K/V over the read ceiling of this run",
+    "kernels": "device busy (PDL off) beyond the floor, at most the token's time: kernels that do not read at the ceiling",
+    "gaps": "token's time beyond busy, with graph on; with graph off, as much as the same ops with graph on have",
+    "host": "the rest of the token's time with graph off: the device waits for launches",
+}
+"""What a token's time (ITL p50) is split into, in ms."""
+BOUNDARY = "boundary us: (ITL p50 - floor) / kernels a step, what each kernel costs beyond its bytes"
+OVERHEAD = "launch overhead us: (ITL p50 - busy) / kernels a step, what each launch leaves the device idle"
 
 
 def cell_json(cell: Cell, counts: Counts | str | None, ceiling: Ceiling) -> dict[str, Any]:
@@ -79,8 +44,9 @@ def cell_json(cell: Cell, counts: Counts | str | None, ceiling: Ceiling) -> dict
         **mean_and_deviation("prefill_tok_s", [p.prefill_rate for p in passes]),
         **mean_and_deviation("end_to_end_tok_s", [p.end_to_end_rate for p in passes]),
     }
-    floor_ms, mean = ceiling.floor_ms(cell.step_bytes), figures["mean_tpot_ms"]
+    floor_ms, mean, p50 = ceiling.floor_ms(cell.step_bytes), figures["mean_tpot_ms"], figures["p50_itl_ms"]
     gbps = cell.step_bytes / mean / 1e6 if mean else None
+    seen = counts if isinstance(counts, Counts) and p50 else None
     return {
         "ops": cell.contender.ops,
         "graph": cell.contender.graph,
@@ -88,14 +54,18 @@ def cell_json(cell: Cell, counts: Counts | str | None, ceiling: Ceiling) -> dict
         "passes": len(passes),
         "failures": cell.failures,
         **figures,
+        "p50_itl_ms_interval": median_interval(itl_ms),
         "step_bytes": cell.step_bytes,
         "step_weight_bytes": cell.weight_bytes,
         "step_kv_bytes": cell.step_bytes - cell.weight_bytes,
         "floor_ms": floor_ms,
         "floor_tok_s": 1e3 * cell.shape.batch / floor_ms,
+        "datasheet_floor_ms": cell.step_bytes / ceiling.datasheet_gbps / 1e6 if ceiling.datasheet_gbps else None,
         "read_gbps": gbps,
         "share_of_read_ceiling": gbps / ceiling.measured_gbps if gbps else None,
         "share_of_datasheet": gbps / ceiling.datasheet_gbps if gbps and ceiling.datasheet_gbps else None,
+        "boundary_us": (p50 - floor_ms) / seen.kernels * 1e3 if seen and p50 else None,
+        "launch_overhead_us": max(0.0, p50 - seen.busy_ms) / seen.kernels * 1e3 if seen and p50 else None,
         "profile": _counts_json(counts) if isinstance(counts, Counts) else None,
         "profile_note": counts if isinstance(counts, str) else None,
         "raw": {
@@ -106,6 +76,54 @@ def cell_json(cell: Cell, counts: Counts | str | None, ceiling: Ceiling) -> dict
             "tokens": [p.tokens for p in passes],
         },
     }
+
+
+def split(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where a token's time goes in each cell that was profiled, by PARTS; the parts add up to ITL p50."""
+    known = [cell for cell in cells if cell["profile"] is not None and cell["p50_itl_ms"]]
+    idle = {_name(cell): max(0.0, cell["p50_itl_ms"] - max(cell["floor_ms"], cell["profile"]["busy_ms"])) for cell in known}
+    found = []
+    for cell in known:
+        wall, rest = cell["p50_itl_ms"], idle[_name(cell)]
+        floor = min(cell["floor_ms"], wall)
+        gaps = rest if cell["graph"] == "on" else min(rest, idle.get(_name({**cell, "graph": "on"}), 0.0))
+        found.append({"name": label(cell), "floor": floor, "kernels": wall - rest - floor, "gaps": gaps, "host": rest - gaps})
+    return found
+
+
+def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How many times the first cell's time each other cell of its shape takes, with the interval."""
+    table = []
+    shape = ("batch", "depth")
+    for cell in cells:
+        first = next(each for each in cells if all(each[key] == cell[key] for key in shape))
+        if cell is first or not (cell["p50_itl_ms"] and first["p50_itl_ms"]):
+            continue
+        interval = ratio_interval(first["raw"]["itl_ms"], cell["raw"]["itl_ms"], paired=True)
+        table.append(
+            {
+                "cell": _name(cell),
+                "over": _name(first),
+                "ratio of ITL p50": cell["p50_itl_ms"] / first["p50_itl_ms"],
+                "from": interval[0] if interval else None,
+                "to": interval[1] if interval else None,
+            }
+        )
+    return table
+
+
+def ladder(cells: Sequence[dict[str, Any]], rungs: Sequence[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """Of each shape, rung after rung (ops, graph, what it changes): the time and what this one change was worth."""
+    table = []
+    for batch, depth in dict.fromkeys((cell["batch"], cell["depth"]) for cell in cells):
+        here = {(c["ops"], c["graph"]): c for c in cells if (c["batch"], c["depth"]) == (batch, depth)}
+        before: float | None = None
+        for ops, graph, change in rungs:
+            ms = here[ops, graph]["p50_itl_ms"] if (ops, graph) in here else None
+            saved = before - ms if before and ms else None
+            table.append({"rung": change, "batch": batch, "depth": depth, "ITL p50 ms": ms, "saved ms": saved})
+            before = ms
+    return table
 
 
 def above_ceiling(cell: Cell, ceiling: Ceiling) -> str | None:
@@ -144,7 +162,7 @@ def rows(model: str, cells: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     return table
 
 
-def count_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def count_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the profiler counted, a row for each cell that has it. Counts are exact: a fraction says that steps differed."""
     table = []
     for cell in cells:
@@ -157,21 +175,15 @@ def count_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
                     "kernels/layer": "none repeats" if per_layer is None else str(per_layer),
                     "copies/step": f"{counts['copies']:g}",
                     "launches/step": f"{counts['launches']:g}",
-                    "busy ms/step": f"{counts['busy_ms']:.3f}",
+                    "busy ms/step": counts["busy_ms"],
+                    "boundary us": cell["boundary_us"],
+                    "launch overhead us": cell["launch_overhead_us"],
                 }
             )
     return table
 
 
-def markdown(table: Sequence[dict[str, str]]) -> str:
-    """A Markdown table of at least one row, columns padded so that it reads in a terminal too."""
-    widths = {name: max(len(name), *(len(row[name]) for row in table)) for name in table[0]}
-    lines = [[name.ljust(width) for name, width in widths.items()], ["-" * width for width in widths.values()]]
-    lines += [[row[name].ljust(width) for name, width in widths.items()] for row in table]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def footnotes(result: dict[str, Any]) -> str:
+def footnotes(result: dict[str, Any]) -> list[str]:
     """Formulas, the percentiles' method, failures and warnings of a whole result."""
     cells = result["cells"]
     lines = [f"{name}: {formula}" for name, formula in FORMULAS.items()]
@@ -180,27 +192,26 @@ def footnotes(result: dict[str, Any]) -> str:
     if any(cell["p99_itl_ms_has_few_samples"] for cell in cells):
         lines.append(f"\\*: a p99 of fewer than {P99_NEEDS} samples is nearly their maximum")
     lines.append("of floor: step_bytes / mean tpot_ms / read ceiling; of datasheet: the same over the datasheet's rate")
+    lines.append(f"intervals: {INTERVAL}")
+    if any(cell["profile"] for cell in cells):
+        lines += [BOUNDARY, OVERHEAD, *(f"{part}: {formula}" for part, formula in PARTS.items())]
+        lines.append("counts and busy times: a pass of its own with PDL off, where no kernel waits inside another's time")
+    if result["start"] is None:
+        lines.append("start costs: not measured; --start measures them, cold and warm, on a GPU")
     lines.append(f"failed passes: {result['failures']}")
     for cell in cells:
-        name = f"{cell['ops']}/{cell['graph']} batch {cell['batch']} depth {cell['depth']}"
-        lines += [f"failed: {name}, {text}" for text in cell["failures"]]
-        lines += [f"not profiled: {name}, {cell['profile_note']}"] if cell["profile_note"] else []
-    return "\n".join(f"- {line}" for line in [*lines, *(f"warning: {text}" for text in result["warnings"])])
+        lines += [f"failed: {_name(cell)}, {text}" for text in cell["failures"]]
+        lines += [f"not profiled: {_name(cell)}, {cell['profile_note']}"] if cell["profile_note"] else []
+    return [*lines, *(f"warning: {text}" for text in result["warnings"])]
 
 
-def csv_text(cells: Sequence[dict[str, Any]]) -> str:
-    """One line for each cell: every figure that is a plain value."""
-    plain = [{key: value for key, value in cell.items() if key not in ("failures", "profile", "raw")} for cell in cells]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(plain[0]))
-    writer.writeheader()
-    writer.writerows(plain)
-    return out.getvalue().rstrip()
+def _name(cell: dict[str, Any]) -> str:
+    return f"{cell['ops']}/{cell['graph']} batch {cell['batch']} depth {cell['depth']}"
 
 
-def json_text(value: Any) -> str:
-    """Strict JSON on one line."""
-    return json.dumps(value, allow_nan=False)
+def label(cell: dict[str, Any]) -> str:
+    depth = f", depth {cell['depth']}" if cell["depth"] else ""
+    return f"{cell['ops']}, graph {cell['graph']}, batch {cell['batch']}{depth}"
 
 
 def _ms(seconds: float) -> float:

@@ -142,6 +142,7 @@ class Cell:
 
     Attributes:
         step_bytes: what a decode step must read at the least: weight_bytes once, K and V of each stream's positions.
+        apart: who plays under the profiler where the contender's kernels overlap; None: the contender.
         passes: the counted passes; failures: a sentence for each pass that failed, the warm-up's too.
     """
 
@@ -149,6 +150,7 @@ class Cell:
     shape: Shape
     step_bytes: int
     weight_bytes: int
+    apart: Contender | None = None
     passes: list[Pass] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 

@@ -13,6 +13,8 @@ import torch
 from bench import report
 from bench.__main__ import run
 from bench.ceiling import Ceiling
+from bench.contenders import TransformersRun
+from bench.output import json_text, markdown
 from bench.timing import Cell, Pass, Shape
 from runtime.engine import Engine
 from runtime.errors import ConfigError, RequestError
@@ -78,6 +80,30 @@ def test_the_report_goes_to_a_file_too(bench, folders, tmp_path, format):
         assert printed.out.startswith(text)
 
 
+def test_a_picture_and_a_page_are_written_where_asked(bench, folders, tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    words = ("--plot", tmp_path / "p.png", "--html", tmp_path / "p.html")
+    printed = bench("latency", "--model", folders["llama"], *QUICK, *words)
+    assert printed.code == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "p.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "<td>tg6 @ d0</td>" in page
+
+
+def test_a_cpu_is_told_what_it_cannot_measure(bench, folders):
+    printed = bench("latency", "--model", folders["llama"], *QUICK)
+    assert "busy times, boundaries and start costs need a CUDA device" in printed.out
+    assert "start costs: not measured" in printed.out
+    memory, cell = printed.result["memory_bytes"], printed.result["cells"][0]
+    assert memory["weights"] == printed.result["weight_bytes"]
+    assert memory["kv_cache"] > 0
+    assert (memory["graph_pool"], memory["device_in_use"]) == (None, None)
+    assert cell["boundary_us"] is None
+    low, high = cell["p50_itl_ms_interval"]
+    assert low <= cell["p50_itl_ms"] <= high
+
+
 def test_transformers_plays_the_same_cells_in_turn(bench, folders):
     words = ("latency", "--model", folders["mistral"], *QUICK, "--batch", "2", "--depth", "8")
     printed = bench(*words, "--against", "transformers")
@@ -87,6 +113,20 @@ def test_transformers_plays_the_same_cells_in_turn(bench, folders):
     assert [len(gaps) for gaps in theirs["raw"]["itl_ms"]] == [5, 5]
     reps = [line.split(":")[0] for line in printed.err.splitlines() if line.startswith("rep ")]
     assert reps == [f"rep {i}/2, {ops}/off batch 2 depth 8" for i in (1, 2) for ops in ("unfused", "transformers")]
+
+
+def test_a_rival_that_does_not_compile_leaves_the_others_their_cells(bench, folders, monkeypatch):
+    inner = TransformersRun.__init__
+
+    def broken(self, hf, compiled=False):
+        inner(self, hf)
+        self._forward = lambda **arguments: torch.ones(1) @ torch.ones(2)
+
+    monkeypatch.setattr(TransformersRun, "__init__", broken)
+    printed = bench("latency", "--model", folders["llama"], *QUICK, "--against", "transformers")
+    ours, theirs = printed.result["cells"]
+    assert (printed.code, ours["passes"], theirs["passes"]) == (1, 2, 0)
+    assert "transformers failed: inconsistent tensor size" in theirs["failures"][0]
 
 
 def test_random_weights_lift_the_limit_of_positions(bench, folders):
@@ -121,8 +161,8 @@ def test_a_cell_without_a_single_pass_is_still_a_row():
     cell.failures.append("rep 1/1: out of memory")
     result = report.cell_json(cell, None, Ceiling(10.0, "given", None))
     assert result["mean_tpot_ms"] is None
-    assert "failed" in report.markdown(report.rows("m", [result]))
-    assert json.loads(report.json_text(result))["share_of_read_ceiling"] is None
+    assert "failed" in markdown(report.rows("m", [result]))
+    assert json.loads(json_text(result))["share_of_read_ceiling"] is None
 
 
 def test_a_share_is_the_floor_over_the_mean_time_of_a_token():
@@ -149,7 +189,6 @@ def test_a_share_is_the_floor_over_the_mean_time_of_a_token():
         ("latency", "--reps", "0"),
         ("latency", "--ops", "fast"),
         ("latency", "--graph", "maybe"),
-        ("latency", "--plot", "x.png"),
         ("latency", "--against", "vllm"),
         ("check", "--rows", "17"),
     ],
@@ -168,6 +207,10 @@ def test_a_wrong_flag_is_a_usage_error(words, capsys):
         (("--max-len", "20"), "22 positions are needed and max_len is 20"),
         (("--output", "no/such/folder/x.md"), "folder does not exist"),
         (("--profile", "no/such/folder/x.json"), "folder does not exist"),
+        (("--plot", "no/such/folder/x.png"), "folder does not exist"),
+        (("--html", "no/such/folder/x.html"), "folder does not exist"),
+        (("--ladder",), "--ladder measures kernels, graphs .* needs a CUDA device"),
+        (("--start",), "--start measures kernels, graphs .* needs a CUDA device"),
         (("--ops", "fused"), "fused kernels run only on a CUDA device"),
     ],
 )
