@@ -1,8 +1,7 @@
 """Mutated checkpoints, one after another in a process of its own: each must load right, as transformers loads it, or be refused
-with one sentence. Prints one JSON object: how many loaded, how many were refused, and what was neither.
+with one sentence. Prints one JSON object a kind: how many loaded, how many were refused, and what was neither.
 
-    python -m tests.models.fuzz config 2000
-    python -m tests.models.fuzz header 500
+    python -m tests.models.fuzz config 2000 header 500
 """
 
 import json
@@ -192,4 +191,5 @@ def main(kind: str, count: int, seed: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    for kind, count in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        main(kind, int(count))

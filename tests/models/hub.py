@@ -14,12 +14,12 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `root`/owner/name; ids in `gated` answer 403 for files. `sent` are the bytes sent of each file."""
+    """Serves `root`/owner/name; ids in `gated` answer 403 for files. `sent` are the bytes of each answer, by file."""
 
     def __init__(self, root: Path, gated: set[str]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root, self.gated = root, gated
-        self.sent: dict[str, int] = {}
+        self.sent: dict[str, list[int]] = {}
 
     @property
     def url(self) -> str:
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
             data = data[int(first) : int(last) + 1 if last else None]
             headers["Content-Range"] = f"bytes {first}-{int(first) + len(data) - 1}/{size}"
         if body:
-            self.server.sent[file] = self.server.sent.get(file, 0) + len(data)
+            self.server.sent.setdefault(file, []).append(len(data))
         return self._send(status, data, headers, body)
 
     def _repository(self, name: str, what: str, revision: str) -> None:
