@@ -149,7 +149,7 @@ def test_twenty_answers_of_200_tokens_on_a_gpu_are_hugging_faces_wherever_rule_n
         AutoModelForCausalLM.from_pretrained(loaded.source.path, dtype=dtype, attn_implementation="eager").cuda()
         for dtype in (torch.float32, torch.bfloat16)
     )
-    undecided = 0
+    answers = []
     for i, ids in enumerate(prompts):
         ours = said[str(i)]
         assert len(ours) == 200
@@ -157,9 +157,10 @@ def test_twenty_answers_of_200_tokens_on_a_gpu_are_hugging_faces_wherever_rule_n
         with torch.inference_mode():
             reference, rounded = (model(forced).logits[0, len(ids) - 1 : -1].float() for model in (exact, same))
         best = reference.topk(2, dim=-1)
-        decided = best.values[:, 0] - best.values[:, 1] > 4 * float((reference - rounded).abs().max())
-        undecided += int((~decided).sum())
-        wrong = decided & (best.indices[:, 0] != torch.tensor(ours, device="cuda"))
-        assert not wrong.any(), (i, wrong.nonzero().flatten().tolist())
-    print(f"{undecided} of {200 * len(prompts)} tokens are near ties, which rule N leaves open")
-    assert undecided < 200 * len(prompts)
+        gap = best.values[:, 0] - best.values[:, 1]
+        answers.append((gap, best.indices[:, 0] == forced[0, len(ids) :], (reference - rounded).abs().max()))
+    gaps, agree, errors = (torch.stack(column) for column in zip(*answers, strict=True))
+    decided = gaps > 4 * errors.max()
+    print(f"rule N decides {float(decided.float().mean()):.0%} of the tokens, {float(agree.float().mean()):.1%} are the same")
+    assert decided.float().mean() > 0.05  # else the case proves nothing
+    assert agree[decided].all(), (decided & ~agree).nonzero().tolist()
