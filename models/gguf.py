@@ -1,9 +1,9 @@
-"""Owns GGUF files: what their metadata says in the words of a config.json, their tensors dequantized, and their tokenizer.
+"""Owns GGUF files: what their metadata says in the words of a config.json, and their tensors dequantized.
 
-Does not own the arithmetic of quantized blocks (the gguf package). Sources: ggml's gguf.md, llama.cpp's convert_hf_to_gguf.py.
+Does not own the arithmetic of quantized blocks (the gguf package) or the tokenizer (gguf_tokenizer). Sources: ggml's gguf.md,
+llama.cpp's convert_hf_to_gguf.py.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -12,42 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE
 from torch import Tensor
 
 from models.config import ModelConfig
 from models.fields import Fields, one_line
 from models.layout import pieces
-from models.weights import Entry, WeightFiles
+from models.stored import Entry
+from models.weights import WeightFiles
 from runtime.errors import CheckpointError, UnsupportedModelError
 
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Architectures that are read; "llama" is Mistral's too."""
 
-CONTROL, USER_DEFINED = 3, 4
-"""GGUF's types of a special token and of one that is always kept whole."""
-
 PLAIN = ("F32", "F16", "BF16")
 """Types that are not quantized and keep a run's dtype. All others are widened to bfloat16."""
-
-MARKS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""Tokens that tokenizer_config.json names, and GGUF's word for them."""
-
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_THREES, _ONES = _WORDS % r"\p{N}{1,3}", _WORDS % r"\p{N}"
-SPLITS: dict[str, str | None] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe"), _THREES),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _ONES),
-    "tekken": _CASED,
-    **dict.fromkeys(("gpt-2", "smollm"), None),
-}
-"""How text is cut before merging, by the name of the pre-tokenizer; None: as GPT-2 does, for smollm with digits one by one."""
 
 
 def open_gguf(path: Path) -> "GGUF":
@@ -109,43 +87,6 @@ class GGUF:
         if stray - {"rope_freqs.weight"}:
             raise CheckpointError(f"{self.path}: the tensor {min(stray)} is not part of a {self.config.family} model")
         return WeightFiles(str(self.path), entries)
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json.
-
-        Raises:
-            UnsupportedModelError: a kind of tokenizer that is not rebuilt here.
-            CheckpointError: its parts do not fit together.
-        """
-        known = {name.removeprefix("tokenizer.ggml."): value for name, value in self.fields.items()}
-        kind, pre = known.get("model"), known.get("pre", "gpt-2")
-        if kind not in ("llama", "gpt2") or (kind == "gpt2" and pre not in SPLITS):
-            raise UnsupportedModelError(
-                f"{self.path}: the tokenizer is {kind!r} with pre-tokenizer {pre!r}, which is not rebuilt from GGUF; "
-                "use the model's safetensors checkpoint"
-            )
-        try:
-            made = _byte_level(known, pre) if kind == "gpt2" else _sentence_pieces(known)
-            names = known["tokens"]
-            marks = {
-                f"{key}_token": names[known[f"{name}_token_id"]] for key, name in MARKS.items() if f"{name}_token_id" in known
-            }
-            if known.get("add_bos_token", kind == "llama" or SPLITS.get(pre) is _THREES) and "bos_token" in marks:
-                bos = marks["bos_token"]
-                made.post_processor = processors.TemplateProcessing(
-                    single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, known["bos_token_id"])]
-                )
-            for kinds, special in (((CONTROL,), True), ((USER_DEFINED,), False)):
-                words = [name for name, kind in zip(names, known.get("token_type", ()), strict=False) if kind in kinds]
-                made.add_tokens([AddedToken(word, special=special, normalized=False) for word in words])
-        except Exception as error:  # the library raises no narrower class
-            raise CheckpointError(
-                f"{self.path}: the tokenizer cannot be rebuilt: {type(error).__name__}: {one_line(error)}"
-            ) from error
-        made.save(str(folder / "tokenizer.json"))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **marks}
-        settings["chat_template"] = self.fields.get("tokenizer.chat_template")
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
     def _entries(self) -> Iterator[tuple[str, Entry]]:
         from gguf import MODEL_ARCH, get_tensor_name_map
@@ -230,46 +171,3 @@ def _read(data: Any, kind: Any, order: Any, first: int, last: int, buffer: Tenso
     return torch.from_numpy(
         np.array(dequantize(data[first:last] if order is None else data[order[first:last]], kind), np.float32)
     )
-
-
-def _byte_level(known: dict[str, Any], pre: str) -> Tokenizer:
-    """A byte-level BPE."""
-    merges = [tuple(merge.split(" ")) for merge in known["merges"]]
-    made = Tokenizer(
-        BPE(
-            vocab={name: i for i, name in enumerate(known["tokens"])},
-            merges=merges,
-            ignore_merges=SPLITS[pre] in (_THREES, _CASED),
-        )
-    )
-    split, plain = SPLITS[pre], pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if split is not None:
-        cut = pre_tokenizers.Split(Regex(split), behavior="isolated")
-        made.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    else:
-        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), plain]) if pre == "smollm" else plain
-    if SPLITS[pre] is _ONES:
-        made.normalizer = normalizers.NFC()
-    made.decoder = decoders.ByteLevel()
-    return made
-
-
-def _sentence_pieces(known: dict[str, Any]) -> Tokenizer:
-    """Llama 2's: pieces with scores, from which the merges follow, and bytes for what is no piece."""
-    names, scores = known["tokens"], known["scores"]
-    vocab = {name: i for i, name in enumerate(names)}
-    normal = [kind == 1 for kind in known.get("token_type", [1] * len(names))]
-    pairs = [
-        (-score, cut, name)
-        for name, score, plain in zip(names, scores, normal, strict=True)
-        for cut in range(1, len(name))
-        if plain and name[:cut] in vocab and name[cut:] in vocab
-    ]
-    merges = [(name[:cut], name[cut:]) for _, cut, name in sorted(pairs)]
-    unknown = names[known["unknown_token_id"]] if "unknown_token_id" in known else None
-    made = Tokenizer(BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    space, prefix = normalizers.Replace(" ", "▁"), known.get("add_space_prefix", True)
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return made

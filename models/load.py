@@ -13,6 +13,7 @@ import torch
 
 from models.decoder import Decoder
 from models.gguf import open_gguf
+from models.gguf_tokenizer import save_tokenizer
 from models.layout import allocate, pieces
 from models.random_weights import fill_randomly
 from models.source import ModelSource, find_model
@@ -71,7 +72,7 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
     if source.path is None or source.path.is_dir():
         return None if source.path is None else Tokenizer(source.path, chat_template)
     with TemporaryDirectory() as folder:
-        open_gguf(source.path).save_tokenizer(Path(folder))
+        save_tokenizer(source.path, open_gguf(source.path).fields, Path(folder))
         return Tokenizer(Path(folder), chat_template)
 
 

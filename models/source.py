@@ -15,7 +15,8 @@ from models.config import QUANTIZED_BY, ModelConfig
 from models.demo import demo_folder
 from models.fields import Fields, one_line
 from models.gguf import open_gguf
-from models.weights import INDEX, Entry, WeightFiles, file_names, open_file
+from models.stored import INDEX, Entry, file_names, open_file
+from models.weights import WeightFiles
 from runtime.errors import CheckpointError, ConfigError, QuartetError
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from models import find_model
 from models.layout import allocate, pieces
 from models.random_weights import SHAPES
-from models.weights import INDEX, WeightFiles
+from models.stored import INDEX
+from models.weights import WeightFiles
 from tests.checkpoints import write_json
 
 SHARD_BYTES = 5 << 30
