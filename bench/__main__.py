@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from bench import check, compare, fusion, kernels, latency, launches, roofline
+from bench import check, compare, fusion, http, kernels, latency, launches, roofline
 from bench.experiments import EXPERIMENTS
 from bench.output import Output
 from bench.steps import StepsOptions
@@ -28,7 +28,7 @@ from runtime.device import resolve
 from runtime.errors import ConfigError
 
 T = TypeVar("T")
-Options = TypeVar("Options", latency.LatencyOptions, check.CheckOptions, StepsOptions)
+Options = TypeVar("Options", latency.LatencyOptions, check.CheckOptions, StepsOptions, http.HttpOptions)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         ("kernels", _add_kernels, "each kernel's bytes, floor, time and registers, beside what it replaces; the tuner"),
         ("fusion", _add_fusion, "the shapes of fusion and its limits, as experiments"),
         ("launches", _add_launches, "what a launch costs"),
+        ("http", _add_http, "a server's first-token and inter-token times as a client sees them"),
         ("compare", _add_compare, "two results; exit code 1 past a threshold"),
         ("check", _add_check, "logits against transformers"),
     ):
@@ -114,6 +115,20 @@ def _add_launches(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     _add_output_flags(flags)
     flags.set_defaults(run=lambda args: launches.run(_device(args), _output(args), _flags(args)))
+
+
+def _add_http(flags: argparse.ArgumentParser) -> None:
+    flags.description = "Send prompts of random ids to a server's /v1/completions and time its streams."
+    flags.add_argument("--url", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000")
+    flags.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    flags.add_argument("--api-key", metavar="K")
+    flags.add_argument("--requests", type=_count(1), default=50, metavar="N", help="counted ones (default: 50)")
+    flags.add_argument("--warmup", type=_count(0), default=1, metavar="N", help="uncounted ones before them (default: 1)")
+    flags.add_argument("--concurrency", type=_count(1), default=1, metavar="N", help="streams at once (default: 1)")
+    flags.add_argument("--prompt-len", type=_count(1), default=128, metavar="N", help="default: 128")
+    flags.add_argument("--gen-len", type=_count(2), default=128, metavar="N", help="default: 128")
+    _add_output_flags(flags)
+    flags.set_defaults(run=lambda args: http.run(_options(http.HttpOptions, args)))
 
 
 def _add_compare(flags: argparse.ArgumentParser) -> None:

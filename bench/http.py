@@ -1,0 +1,239 @@
+"""Owns `bench http`: a server's streams as a client sees them, timed at the socket and counted by the server's usage.
+
+Knows OpenAI's API alone and no server of ours. Tokens are never counted by events or by tokenizing text again.
+"""
+
+import asyncio
+import json
+import platform
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from bench.output import Output, Report
+from bench.samples import METHOD, P99_NEEDS, summary
+from runtime.errors import ConfigError
+
+IDS = range(33, 127)
+"""Prompt ids: every model has them, and prompts of them hardly begin alike."""
+TIMEOUT_SECONDS = 600.0
+FORMULAS = {
+    "ttft_ms": "request sent to the first event with text",
+    "itl_ms": "gap between two events with text, over the tokens that an event carries on average",
+    "tpot_ms": "(last event - first event with text) / tokens behind the first event",
+    "output_tok_s": "tokens by the server's usage, over all requests / time from the first request to the last answer",
+}
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """What `bench http` was asked for."""
+
+    url: str
+    model: str | None
+    api_key: str | None
+    requests: int
+    warmup: int
+    concurrency: int
+    prompt_len: int
+    gen_len: int
+    output: Output
+    flags: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One stream. Times in seconds since the request was sent.
+
+    Attributes:
+        events: when each event with text came.
+        tokens: by the server's usage.
+    """
+
+    events: tuple[float, ...]
+    tokens: int
+
+    @property
+    def tokens_per_event(self) -> float:
+        return self.tokens / len(self.events)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between tokens; averaged within an event where events carry several."""
+        return [(b - a) / self.tokens_per_event for a, b in zip(self.events, self.events[1:], strict=False)]
+
+    @property
+    def tpot(self) -> float:
+        return (self.events[-1] - self.events[0]) / (self.tokens - self.tokens_per_event)
+
+
+class Failure(Exception):
+    """A stream that did not do what was asked."""
+
+
+async def ask(client: httpx.AsyncClient, body: dict[str, Any], clock: Any = time.perf_counter) -> Answer:
+    """Play one request.
+
+    Raises:
+        Failure: a refusal, an error in the stream, no usage, or another number of tokens than asked for.
+    """
+    events: list[float] = []
+    tokens, ended = None, False
+    start = clock()
+    try:
+        async with client.stream("POST", "completions", json=body) as response:
+            if response.status_code != 200:
+                raise Failure(f"status {response.status_code}: {(await response.aread()).decode(errors='replace')[:200]}")
+            async for line in response.aiter_lines():
+                now = clock()
+                if not line.startswith("data: "):
+                    continue
+                if line == "data: [DONE]":
+                    ended = True
+                    break
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise Failure(f"an error in the stream: {event['error']}")
+                if any(_text(choice) for choice in event["choices"]):
+                    events.append(now - start)
+                tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
+    except (httpx.HTTPError, json.JSONDecodeError) as error:
+        raise Failure(f"{type(error).__name__}: {error}") from error
+    if not ended or tokens is None or len(events) < 2:
+        raise Failure(f"the stream has {len(events)} events with text, usage {tokens}, and {'an' if ended else 'no'} end")
+    if tokens != body["max_tokens"]:
+        raise Failure(f"{tokens} tokens came and {body['max_tokens']} were asked for")
+    return Answer(tuple(events), tokens)
+
+
+def _text(choice: dict[str, Any]) -> str:
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+
+
+async def play(options: HttpOptions) -> tuple[dict[str, Any], list[Answer], list[str], float]:
+    """Send all requests, `concurrency` at once; what the server says of itself, answers, failures, and the seconds it took.
+
+    Raises:
+        ConfigError: there is no such server.
+    """
+    base = options.url.rstrip("/").removesuffix("/v1") + "/v1/"
+    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
+    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=TIMEOUT_SECONDS, limits=limits) as client:
+        server = await _server(client, options)
+        options.output.begin(f"bench http: {server['model']} at {options.url}", _notes(options))
+        bodies = [_body(options, server["model"], number) for number in range(options.warmup + options.requests)]
+        answers: list[Answer] = []
+        failures: list[str] = []
+
+        async def work(queue: list[dict[str, Any]], counted: bool) -> None:
+            while queue:
+                try:
+                    answer = await ask(client, queue.pop(0))
+                except Failure as failure:
+                    failures.append(str(failure))
+                    options.output.say(f"failed: {failure}")
+                else:
+                    answers.extend([answer] if counted else [])
+
+        warmup, counted = bodies[: options.warmup], bodies[options.warmup :]
+        await asyncio.gather(*(work(warmup, False) for _ in range(options.concurrency)))
+        start = time.perf_counter()
+        await asyncio.gather(*(work(counted, True) for _ in range(options.concurrency)))
+        return server, answers, failures, time.perf_counter() - start
+
+
+async def _server(client: httpx.AsyncClient, options: HttpOptions) -> dict[str, Any]:
+    try:
+        listed = await client.get("models")
+        listed.raise_for_status()
+        told = await client.get("runtime")
+    except httpx.HTTPError as error:
+        raise ConfigError(f"{options.url} does not answer as a server of OpenAI's API: {error}; check --url") from None
+    model = options.model or listed.json()["data"][0]["id"]
+    return {"model": model, "runtime": told.json() if told.status_code == 200 else None}
+
+
+def _body(options: HttpOptions, model: str, number: int) -> dict[str, Any]:
+    """Each prompt differs from all others from its first ids on: none may be answered out of another's cache."""
+    return {
+        "model": model,
+        "prompt": random.Random(number).choices(IDS, k=options.prompt_len),
+        "max_tokens": options.gen_len,
+        "min_tokens": options.gen_len,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _notes(options: HttpOptions) -> list[str]:
+    return [
+        f"{options.requests} requests, {options.concurrency} at once, behind {options.warmup} uncounted",
+        f"{options.prompt_len} prompt tokens of random ids, {options.gen_len} answer tokens, greedy, no end ids",
+    ]
+
+
+def run(options: HttpOptions) -> int:
+    """Measure and report; exit code 1 if a request failed."""
+    server, answers, failures, seconds = asyncio.run(play(options))
+    result = result_of(options, server, answers, failures, seconds)
+    rows = [
+        {
+            "": name,
+            **{rank: result[f"{rank}_{name}"] for rank in ("mean", "p50", "p90", "p99", "max")},
+            "n": result[f"n_{name}"],
+        }
+        for name in ("ttft_ms", "itl_ms", "tpot_ms")
+    ]
+    footnotes = [f"{name}: {formula}" for name, formula in FORMULAS.items()]
+    footnotes += [
+        f"percentiles: {METHOD}",
+        f"{result['output_tok_s']:.1f} tok/s, {len(answers)} answers, {len(failures)} failed",
+    ]
+    if result["averaged"]:
+        footnotes.append(f"events carry {result['tokens_per_event']:.2f} tokens on average: itl_ms is averaged within them")
+    few = [row[""] for row in rows if row["n"] < P99_NEEDS]
+    footnotes += [f"p99 of {', '.join(few)} is of fewer than {P99_NEEDS} samples"] if few else []
+    options.output.end(Report(result, {"Streams": rows}, footnotes))
+    return 1 if failures else 0
+
+
+def result_of(
+    options: HttpOptions, server: dict[str, Any], answers: Sequence[Answer], failures: Sequence[str], seconds: float
+) -> dict[str, Any]:
+    """Statistics under vLLM's key names, and the raw samples."""
+    ttft_ms = [1e3 * answer.events[0] for answer in answers]
+    itl_ms = [[1e3 * gap for gap in answer.gaps] for answer in answers]
+    tokens, events = sum(answer.tokens for answer in answers), sum(len(answer.events) for answer in answers)
+    return {
+        "bench": "http",
+        "environment": {
+            "url": options.url,
+            "python": platform.python_version(),
+            "httpx": httpx.__version__,
+            "flags": {**options.flags, "api_key": None},
+            **server,
+        },
+        "completed": len(answers),
+        "failed": len(failures),
+        "failures": list(failures),
+        "seconds": seconds,
+        "request_throughput": len(answers) / seconds,
+        "output_tok_s": tokens / seconds,
+        "tokens": tokens,
+        "tokens_per_event": tokens / events if events else None,
+        "averaged": tokens != events,
+        **summary("ttft_ms", ttft_ms),
+        **summary("itl_ms", [gap for each in itl_ms for gap in each]),
+        **summary("tpot_ms", [1e3 * answer.tpot for answer in answers]),
+        "formulas": FORMULAS,
+        "percentiles": METHOD,
+        "measured": {"ttft_ms": ttft_ms, "itl_ms": [gap for each in itl_ms for gap in each]},
+        "raw": {"ttft_ms": ttft_ms, "itl_ms": itl_ms, "tokens": [answer.tokens for answer in answers]},
+    }

@@ -1,0 +1,113 @@
+"""`bench http`: what counts as a token and when it came, against streams of known shape."""
+
+import asyncio
+import itertools
+import json
+
+import httpx
+import pytest
+
+from bench.__main__ import run as door
+from bench.http import Answer, Failure, HttpOptions, ask, result_of
+from bench.output import Output
+from bench.samples import percentile
+from runtime.errors import ConfigError
+
+BODY = {"max_tokens": 64}
+
+
+def event(text=None, usage=None, **delta):
+    """A line of a chat stream."""
+    choices = [] if text is None else [{"index": 0, "delta": {"content": text, **delta}}]
+    return "data: " + json.dumps({"choices": choices, "usage": usage})
+
+
+def play(lines, status=200, body=BODY):
+    """Ask a server that sends `lines`, each with the second at which it comes."""
+    clock = itertools.chain([0.0], (at for at, _ in lines))
+    content = "\n\n".join(line for _, line in lines) + "\n\n"
+
+    async def go():
+        transport = httpx.MockTransport(lambda request: httpx.Response(status, text=content))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/") as client:
+            now = [0.0]
+
+            def tick():
+                now[0] = next(clock)
+                return now[0]
+
+            return await ask(client, body, Lines(tick))
+
+    return asyncio.run(go())
+
+
+class Lines:
+    """A clock that moves with the lines that are no separators."""
+
+    def __init__(self, tick):
+        self.tick, self.calls = tick, 0
+        self.now = None
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == 1 or self.calls % 2 == 0:  # an empty line follows each
+            self.now = self.tick()
+        return self.now
+
+
+def stream(tokens, per_event, first, gap, usage=True):
+    """A role event at 5 ms, then text, then usage."""
+    lines = [(0.005, event("", role="assistant"))]
+    lines += [(first + gap * i, event(" " * per_event)) for i in range(tokens // per_event)]
+    end = lines[-1][0]
+    return [*lines, (end, event(usage={"completion_tokens": tokens} if usage else None)), (end, "data: [DONE]")]
+
+
+def test_a_role_is_no_token_and_an_event_may_carry_several():
+    """The role's event counted as the first token, each event as one, and a hundred spaces as none."""
+    answer = play(stream(64, per_event=4, first=0.05, gap=0.04))
+    assert answer.events[0] == 0.05
+    assert (answer.tokens, len(answer.events)) == (64, 16)
+    assert answer.gaps == pytest.approx([0.01] * 15)
+    assert answer.tpot == pytest.approx(0.01)
+
+
+def test_a_token_an_event_needs_no_average():
+    answer = play(stream(64, per_event=1, first=0.5, gap=0.003))
+    assert answer.tokens_per_event == 1
+    assert answer.gaps == pytest.approx([0.003] * 63)
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "words"),
+    [
+        (stream(64, 1, 0.1, 0.01, usage=False), 200, "usage None"),
+        (stream(64, 1, 0.1, 0.01)[:-1], 200, "no end"),
+        (stream(60, 1, 0.1, 0.01), 200, "60 tokens came and 64"),
+        ([(0.1, 'data: {"error": {"message": "the device failed"}}'), (0.1, "data: [DONE]")], 200, "the device failed"),
+        ([(0.1, "busy")], 429, "status 429: busy"),
+    ],
+)
+def test_what_was_not_asked_for_is_a_failure(lines, status, words):
+    with pytest.raises(Failure, match=words):
+        play(lines, status)
+
+
+def test_percentiles_are_named_and_right():
+    samples = [*range(10, 19), 100]
+    assert [percentile(samples, q) for q in (50, 90, 99)] == pytest.approx([14.5, 26.2, 92.62])
+
+
+def test_the_result_counts_failures_apart_and_flags_few_samples():
+    options = HttpOptions("http://x", None, "secret", 2, 0, 1, 8, 64, Output(), {"api_key": "secret"})
+    answers = [Answer(tuple(0.05 + 0.04 * i for i in range(16)), 64)]
+    result = result_of(options, {"model": "m", "runtime": None}, answers, ["status 429"], seconds=2.0)
+    assert (result["completed"], result["failed"], result["tokens"], result["averaged"]) == (1, 1, 64, True)
+    assert (result["output_tok_s"], result["n_itl_ms"], result["p99_itl_ms_has_few_samples"]) == (32, 15, True)
+    assert (result["mean_ttft_ms"], result["mean_itl_ms"]) == (50, pytest.approx(10))
+    assert "secret" not in json.dumps(result)
+
+
+def test_no_server_is_one_sentence(capsys):
+    with pytest.raises(ConfigError, match="check --url"):
+        door(["http", "--url", "http://127.0.0.1:9", "--requests", "1"])
