@@ -5,7 +5,7 @@ TORCH ?= torch>=2.11
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test fuzz lint clean FORCE
+.PHONY: demo test clients fuzz soak clean FORCE
 
 demo: .venv/.base
 	@echo "== The demo model answers (first use fetches 98 MB) =="
@@ -24,6 +24,20 @@ test: .venv/.test
 
 fuzz: .venv/.test
 	FUZZ_SHARE=1 $(BIN)/python -m pytest tests/models/test_fuzz.py
+	$(BIN)/python -m tests.server.abuse fuzz
+
+soak: .venv/.test
+	$(BIN)/python -m tests.server.abuse soak
+
+clients: .venv/.base .venv-clients/.made
+	.venv-clients/bin/python tests/server/clients.py $(BIN)/python
+
+.venv-clients/.made:
+	@echo "== Setting up .venv-clients: they bring some hundred packages =="
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install "$(TORCH)"
+	.venv-clients/bin/python -m pip install openai litellm langchain-openai aiperf guidellm "lm-eval[api]"
+	@touch $@
 
 # What TORCH .venv was made with; another one that is asked for renews it.
 .venv/.torch: FORCE
@@ -44,4 +58,4 @@ fuzz: .venv/.test
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-clients build *.egg-info
