@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import tokenizers
+from jinja2 import Environment
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from models.fields import Fields, one_line
@@ -36,6 +38,11 @@ HALF = "\ufffd"
 
 HELD = 8
 """Tokens held back for a character to become whole; a character has at most four bytes, so by then the bytes are junk."""
+
+PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+OTHERS = (byte for byte in range(256) if byte not in PRINTABLE)
+BYTE_SYMBOLS = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+"""The byte that each symbol of a byte-level vocabulary stands for, as GPT-2 spelled them."""
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +104,7 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain prompt, with the special tokens that Hugging Face adds. Special tokens in the text count as such.
 
         A text that already begins with the BOS token gets no second one.
@@ -106,7 +113,7 @@ class Tokenizer:
             RequestError: the text is not valid Unicode.
         """
         _require_unicode(text, "prompt")
-        ids: list[int] = self._hf.encode(text)
+        ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
         bos = self._hf.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
@@ -138,14 +145,29 @@ class Tokenizer:
                 ids += self._without_specials.encode(plain, add_special_tokens=False).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; special tokens are left out and spaces stay as the model wrote them."""
-        text: str = self._hf.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # What transformers' decode comes to without its clean-up of spaces; its own checks cost more than the decoding.
+        text: str = self._hf.backend_tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def spelling(self, token: int) -> bytes:
+        """The bytes an id stands for, half a character's and a special token's name included; none without an entry."""
+        piece: str | None = self._hf.convert_ids_to_tokens(token)
+        if piece is None or token in self._hf.added_tokens_decoder:
+            return (piece or "").encode()
+        if self._byte_level:
+            return bytes(BYTE_SYMBOLS.get(symbol, 0) for symbol in piece)
+        fallback = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+        return bytes.fromhex(fallback.group(1)) if fallback else piece.replace("\u2581", " ").encode()
 
     def stream(self, prompt_ids: Sequence[int]) -> "Detokenizer":
         """The text of an answer to `prompt_ids`, as its ids arrive."""
         return Detokenizer(self, prompt_ids)
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return "ByteLevel" in str(self._hf.backend_tokenizer.decoder)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -164,6 +186,7 @@ class Tokenizer:
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         try:
             with _time_limit(TEMPLATE_SECONDS):
+                _require_no_power(str(self._hf.chat_template))
                 text = self._hf.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
         except (TemplateError, *FAILURES) as error:
             raise RequestError(f"the chat template refuses the messages: {one_line(error)}", "messages") from error
@@ -249,6 +272,17 @@ def _shield(value: Any, special: re.Pattern[str], mark: str) -> Any:
     if isinstance(value, Mapping):
         return {key: _shield(item, special, mark) for key, item in value.items()}
     return [_shield(item, special, mark) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _require_no_power(template: str) -> None:
+    """A power of large numbers is one call that ends after hours and lets no other thread run; no real template has one.
+
+    Raises:
+        TemplateError: the template takes a power.
+    """
+    tokens = (text for _, kind, text in Environment().lex(template) if kind != "whitespace")
+    if any(text == "**" and before not in ("(", ",") for before, text in pairwise(tokens)):
+        raise TemplateError("it takes a power (**), which is not allowed")
 
 
 @contextmanager

@@ -113,8 +113,9 @@ class Engine:
             raise RequestError(f"cached is {request.cached} and this engine reuses prefixes by itself; turn prefix_reuse off")
         if len(request.prompt_ids) >= self.max_len:
             raise ContextLengthError(
-                f"the prompt has {len(request.prompt_ids)} tokens and the context holds {self.max_len}, the answer included; "
-                f"shorten the prompt to at most {self.max_len - 1} tokens",
+                # litellm and others know the error by its first words.
+                f"this model's maximum context length is {self.max_len} tokens, the answer included, and the prompt has "
+                f"{len(request.prompt_ids)} tokens; shorten the prompt to at most {self.max_len - 1} tokens",
                 "prompt",
             )
 

@@ -7,21 +7,29 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+import signal
+
+if __name__ == "__main__":
+    # Until the server listens to signals itself Ctrl-C ends the process: no traceback out of an import that takes seconds.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import asyncio
 import gc
 import logging
 import socket
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
 import uvloop
 
 from models import Loaded, load_engine
 from runtime.__main__ import add_engine_flags, engine_config, run_door
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, RequestError
+from runtime.request import SamplingParams
 from server.app import Service, Settings, create_app, facts
+from server.logs import set_up
 from server.schema import SamplingDefaults
 from server.serve import bind, listen, serve
 
@@ -55,11 +63,22 @@ def parser() -> argparse.ArgumentParser:
     )
     http.add_argument("--no-page", action="store_true", help="do not serve the page at /")
     http.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    http.add_argument("--log-format", choices=("text", "json"), default="text")
+    draw = flags.add_argument_group("sampling of requests that say nothing else")
+    draw.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="none: not as the model's generation_config.json asks",
+    )
+    for name, default in asdict(SamplingDefaults()).items():
+        flag, kind = f"--{name.replace('_', '-')}", type(default)
+        draw.add_argument(flag, type=kind, metavar="N" if kind is int else "X", help=f"default: {default:g}")
     return flags
 
 
-def settings(args: argparse.Namespace, label: str) -> Settings:
-    """What the flags say of the server.
+def settings(args: argparse.Namespace, label: str, sampling: Mapping[str, Any] | None = None) -> Settings:
+    """What the flags say of the server; `sampling` is what the model asks for where they say nothing.
 
     Raises:
         ConfigError: a value outside its range.
@@ -72,7 +91,13 @@ def settings(args: argparse.Namespace, label: str) -> Settings:
         raise ConfigError("--api-key is empty, which would lock nothing; leave it out or give a key")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port is {args.port}; it must lie between 0 and 65535")
+    given = sampling_flags(args)
+    try:
+        SamplingParams(**given)
+    except RequestError as error:
+        raise ConfigError(f"--{(error.param or '').replace('_', '-')}: {error}") from None
     return Settings(
+        defaults=SamplingDefaults(**{**(sampling or {}), **given}),
         names=tuple(args.served_model_name or [label]),
         max_queue=args.max_queue,
         max_body_bytes=args.max_body_bytes,
@@ -83,24 +108,28 @@ def settings(args: argparse.Namespace, label: str) -> Settings:
     )
 
 
-def announce(loaded: Loaded, wanted: Settings, sock: socket.socket) -> None:
-    """Say what is served, how, and where."""
-    defaults, named = wanted.defaults, loaded.source.sampling
-    whose = f"{' and '.join(named)} by generation_config.json, the rest the API's" if named else "the API's"
+def sampling_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling defaults that were given as flags."""
+    return {name: getattr(args, name) for name in asdict(SamplingDefaults()) if getattr(args, name) is not None}
+
+
+def announce(loaded: Loaded, wanted: Settings, whose: str, sock: socket.socket) -> None:
+    """Say what is served, how, and where; `whose` the sampling defaults are."""
+    defaults = wanted.defaults
     for note in loaded.notes:
         print(note)
     print(f"KV cache {loaded.engine.cache.nbytes / 1e9:.2f} GB")
     print(floor(facts(loaded)))
     print(
         f"sampling defaults: temperature {defaults.temperature:g}, top_p {defaults.top_p:g}, top_k {defaults.top_k}, "
-        f"min_p {defaults.min_p:g} ({whose})"
+        f"min_p {defaults.min_p:g}, repetition_penalty {defaults.repetition_penalty:g} ({whose})"
     )
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::") and wanted.api_key is None:
         log.warning("anyone who can reach this machine can use this server; set --api-key or $%s", KEY_VARIABLE)
     if wanted.page:
         print("GET / is a page to chat and to watch what a token costs; --no-page turns it off")
-    print(f"Serving {wanted.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    print(f"Serving {wanted.names[0]} on http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
 
 
 def floor(known: Mapping[str, Any]) -> str:
@@ -113,20 +142,22 @@ def floor(known: Mapping[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> None:
     """Take the port, read the weights, open the port, serve until a signal."""
-    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
-    for name in ("uvicorn.error", "httpx"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    set_up(args.log_level, args.log_format)
     settings(args, "")  # a wrong flag is told before the weights are read
     with bind(args.host, args.port) as sock:
         loaded = load_engine(
             args.model, engine_config(args), revision=args.revision, prepare=False, chat_template=args.chat_template
         )
-        wanted = replace(settings(args, loaded.source.label), defaults=SamplingDefaults(**loaded.source.sampling))
+        asked = loaded.source.sampling if args.generation_config == "auto" else {}
+        wanted = settings(args, loaded.source.label, asked)
+        flagged = sampling_flags(args)
+        told = {"flag": list(flagged), "generation_config.json": [name for name in asked if name not in flagged]}
+        whose = "".join(f"{' and '.join(names)} by {source}, " for source, names in told.items() if names)
         service = Service(loaded, wanted)
         app = create_app(service, wanted)
         gc.collect()  # the worker freezes what is left: a pause here is one that no token meets
         listen(sock)
-        announce(loaded, wanted, sock)
+        announce(loaded, wanted, f"{whose}{'the rest ' if whose else ''}the API's", sock)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(app, service.dispatcher, sock, args.shutdown_timeout))
         if not service.dispatcher.stopped:  # inside a call that does not return; the interpreter could not end around it

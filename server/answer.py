@@ -1,19 +1,25 @@
-"""Owns one choice's way from tokens to text: detokenizing, the search for stop strings, its end.
+"""Owns one choice's way from tokens to text: detokenizing, the search for stop strings, its end, what is told of each token.
 
 Does not know HTTP or the engine, which ends at stop token ids itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from models import Detokenizer
-from runtime.request import FinishReason
+from runtime.request import FinishReason, Logprobs, TokenEvent
+from server.shapes import Mark
 
 
 class IdText:
     """Stands in for a tokenizer where a model has none: an id's text is a space and its number."""
 
-    def push(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return "".join(f" {token}" for token in ids)
+
+    def spelling(self, token: int) -> bytes:
+        return f" {token}".encode()
+
+    push = decode
 
     def flush(self) -> str:
         return ""
@@ -87,26 +93,69 @@ class Answer:
         matcher: looks for stop strings in the produced text.
         min_tokens: the text of this many tokens is shown without looking for stops.
         end_texts: ids that end the answer and whose text is shown all the same.
+        spell: an id's bytes, where log-probabilities are told.
+        prompt: ids that are scored with the first token, where it asks for that.
+        echo: text in front of the answer.
+        scores_only: the one token that the engine must produce is shown and counted nowhere.
 
     Attributes:
         tokens: tokens produced so far, the one that ended the answer included.
+        cached: prompt tokens that were found in the cache.
         finish: why it ended, or None while it grows.
+        first_at, last_at: when its tokens came, seconds of time.monotonic; None before the first.
     """
 
     def __init__(
-        self, detokenizer: Detokenizer | IdText, matcher: StopMatcher, min_tokens: int, end_texts: Mapping[int, str]
+        self,
+        detokenizer: Detokenizer | IdText,
+        matcher: StopMatcher,
+        min_tokens: int = 0,
+        end_texts: Mapping[int, str] | None = None,
+        spell: Callable[[int], bytes] | None = None,
+        prompt: Sequence[int] = (),
+        echo: str = "",
+        scores_only: bool = False,
     ) -> None:
         self.tokens = 0
+        self.cached = 0
         self.finish: FinishReason | None = None
+        self.first_at: float | None = None
+        self.last_at: float | None = None
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._min_tokens = min_tokens
-        self._end_texts = end_texts
+        self._end_texts = end_texts or {}
+        self._spell = spell
+        self._prompt = prompt
+        self._echo = echo
+        self._scores_only = scores_only
+        self._marks: list[Mark] = []
+        self._offset = 0
 
-    def push(self, token: int, finish: FinishReason | None) -> str:
+    def push(self, event: TokenEvent) -> str:
         """Take the next token and the engine's verdict on it; the text to show for it, often empty at the end."""
         assert self.finish is None
+        assert event.token is not None
+        self.cached = event.cached
+        for token, scored in zip(self._prompt, event.prompt_logprobs or (), strict=False):
+            self._mark(token, scored)
+        echo, self._echo = self._echo, ""
+        if self._scores_only:
+            self.finish = "length"
+            return echo
         self.tokens += 1
+        if event.logprobs is not None:
+            self._mark(event.token, event.logprobs)
+        return echo + self._text(event.token, event.finish)
+
+    def take_marks(self) -> list[Mark] | None:
+        """What is to be told of the tokens since the last call; None where nothing was asked for."""
+        if self._spell is None:
+            return None
+        marks, self._marks = self._marks, []
+        return marks
+
+    def _text(self, token: int, finish: FinishReason | None) -> str:
         if finish == "stop":
             text = self._detokenizer.flush()
         else:
@@ -121,3 +170,10 @@ class Answer:
         if finish == "stop":
             text += self._end_texts.get(token, "")
         return text
+
+    def _mark(self, token: int, scored: Logprobs | None) -> None:
+        assert self._spell is not None
+        spelling, spell = self._spell(token), self._spell
+        top = () if scored is None else tuple((spell(other), logprob) for other, logprob in scored.top)
+        self._marks.append(Mark(spelling, None if scored is None else scored.logprob, top, self._offset))
+        self._offset += sum(byte & 0xC0 != 0x80 for byte in spelling)  # characters begin with such a byte

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from models import Loaded
@@ -25,16 +25,32 @@ from server.dispatch import Dispatcher
 from server.errors import ModelNotFoundError, encode
 from server.gate import Gate, refuse_foreign_pages, refuse_route
 from server.intake import Intake, Job
+from server.metrics import Metrics
+from server.openapi import docs_page, openapi
 from server.page import page_routes
 from server.reply import Reply
-from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults, SwitchRequest
-from server.shapes import ChatShape, CompletionShape, Envelope, Shape
+from server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    SamplingDefaults,
+    SwitchRequest,
+    TokenizeRequest,
+)
+from server.shapes import ChatShape, CompletionShape, Envelope, Model, Shape
+from server.strict import Strict
 
 MIN_BODY_BYTES = 8 << 20
 BODY_BYTES_PER_POSITION = 64
 """A token is at most a few characters, and JSON may write one as six; lists of prompts hold several contexts."""
+LARGE_BODY_BYTES = 1 << 16
+"""Larger bodies are parsed apart from the event loop."""
+
 LAUNCHES_CONTEXT = 512
 """Positions at which GET /v1/runtime tells the bytes of a layer's launches."""
+
+W = TypeVar("W", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,8 @@ class Service:
         engine = loaded.engine
         self.dispatcher = Dispatcher(engine, settings.max_queue, settings.every_mode)
         self._intake = Intake(engine, loaded.tokenizer, loaded.source.end_ids, settings.defaults)
+        running, waiting = (lambda: self.dispatcher.running), (lambda: self.dispatcher.waiting)
+        self._metrics = Metrics(settings.names[0], running, waiting, self.dispatcher.kv_usage)
         self._names = settings.names
         self._max_len = engine.max_len
         self._facts = {"model": settings.names[0], **facts(loaded)}
@@ -84,13 +102,13 @@ class Service:
         self._intake.close()
 
     async def completions(self, request: Request) -> Reply:
-        wanted = CompletionRequest.parse(await self._body(request))
+        wanted = await self._wanted(CompletionRequest, request)
         model = self._model(wanted.model)
         self.dispatcher.check(len(wanted.prompt) * wanted.n)  # before a million prompts are tokenized
         return self._reply(wanted, model, await self._intake.completion(wanted), CompletionShape())
 
     async def chat_completions(self, request: Request) -> Reply:
-        wanted = ChatRequest.parse(await self._body(request))
+        wanted = await self._wanted(ChatRequest, request)
         model = self._model(wanted.model)
         return self._reply(wanted, model, await self._intake.chat(wanted), ChatShape())
 
@@ -110,29 +128,47 @@ class Service:
             switched = await self.dispatcher.switch()
             return _json({**self._facts, **asdict(switched.playing)})
         refuse_foreign_pages(request.headers)
-        wanted = SwitchRequest.parse(await self._body(request))
+        wanted = await self._wanted(SwitchRequest, request)
         switched = await self.dispatcher.switch(wanted.ops, None if wanted.graph is None else wanted.graph == "on")
         return _json({**self._facts, **asdict(switched.playing), "stall_ms": round(switched.stall_ms, 3)})
 
     async def version(self, request: Request) -> Response:
         return _json({"version": installed_version()})
 
-    async def _body(self, request: Request) -> dict[str, Any]:
+    async def tokenize(self, request: Request) -> Response:
+        wanted = await self._wanted(TokenizeRequest, request)
+        self._model(wanted.model)
+        ids = await self._intake.tokenize(wanted)
+        return _json({"count": len(ids), "max_model_len": self._max_len, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        wanted = await self._wanted(DetokenizeRequest, request)
+        self._model(wanted.model)
+        return _json({"prompt": await self._intake.detokenize(wanted.tokens)})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _wanted(self, kind: type[W], request: Request) -> W:
+        """The request's body, typed."""
         self.dispatcher.check()
-        return parse_object(await read_body(request.scope, request.receive, self._max_body_bytes))
+        body = await read_body(request.scope, request.receive, self._max_body_bytes)
+        if len(body) <= LARGE_BODY_BYTES:
+            return kind.parse(parse_object(body))
+        return await self._intake.apart(lambda: kind.parse(parse_object(body)))
 
     def _model(self, name: str | None) -> str:
         if name is not None and name not in self._names:
             raise ModelNotFoundError("this server has no model of that name; GET /v1/models lists what it serves", "model")
         return name or self._names[0]
 
-    def _describe(self, name: str) -> dict[str, Any]:
-        owner = {"object": "model", "created": self._created, "owned_by": "quartet"}
-        return {"id": name, **owner, "max_model_len": self._max_len}
+    def _describe(self, name: str) -> Model:
+        created = self._created
+        return {"id": name, "object": "model", "created": created, "owned_by": "quartet", "max_model_len": self._max_len}
 
     def _reply(self, wanted: GenerationRequest, model: str, job: Job, shape: Shape) -> Reply:
         envelope = Envelope(shape, uuid.uuid4().hex, int(time.time()), model)
-        return Reply(self.dispatcher, job, envelope, wanted.stream, wanted.stream_options)
+        return Reply(self.dispatcher, self._metrics, job, envelope, wanted.stream, wanted.stream_options)
 
 
 def create_app(service: Service, settings: Settings) -> Starlette:
@@ -143,6 +179,7 @@ def create_app(service: Service, settings: Settings) -> Starlette:
     if settings.cors_origins:  # outside of the gate: browsers ask first and bring no key
         allow: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
         middleware.insert(0, Middleware(CORSMiddleware, allow_origins=settings.cors_origins, **allow))
+    document = openapi(installed_version(), settings.api_key is not None)
     app = Starlette(
         routes=[
             Route("/v1/completions", service.completions, methods=["POST"]),
@@ -152,6 +189,11 @@ def create_app(service: Service, settings: Settings) -> Starlette:
             Route("/v1/runtime", service.runtime, methods=["GET", "POST"]),
             Route("/health", service.health),
             Route("/version", service.version),
+            Route("/metrics", service.metrics),
+            Route("/tokenize", service.tokenize, methods=["POST"]),
+            Route("/detokenize", service.detokenize, methods=["POST"]),
+            Route("/openapi.json", _json(document), methods=["GET"]),
+            Route("/docs", HTMLResponse(docs_page(document)), methods=["GET"]),
             *pages,
         ],
         middleware=middleware,

@@ -41,13 +41,16 @@ class Call:
     The backlog of a reader that lags is bounded: a request tells at most one event for each position of the context.
 
     Attributes:
-        submitted, admitted: when it came, and when its first request was given a slot; seconds of time.monotonic.
+        submitted: when it came; admitted: when each of its requests, by index, was given a slot; seconds of time.monotonic.
+        positions: of each of its requests that has a slot, by index, how many positions it holds.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.ids = [request.id for request in requests]
+        self.prompt_lengths = [len(request.prompt_ids) for request in requests]
         self.submitted = time.monotonic()
-        self.admitted: float | None = None
+        self.admitted: dict[int, float] = {}
+        self.positions: dict[int, int] = {}
         self._arrivals: deque[Arrival] = deque()
         self._error: QuartetError | None = None
         self._wake = asyncio.Event()
@@ -136,6 +139,11 @@ class Dispatcher:
         if count > self.capacity:
             raise RequestError(f"the request asks for {count} answers; at most {self.capacity} can be in at once")
 
+    def kv_usage(self) -> float:
+        """Positions in use over positions there are."""
+        used = sum(sum(call.positions.values()) for call in {call for call, _ in self._calls.values()})
+        return used / (self._engine.config.max_slots * self._engine.max_len)
+
     @contextmanager
     def submit(self, requests: Sequence[Request]) -> Iterator[Call]:
         """Hand over one call's requests, all or none; what still runs at the end of the `with` is cancelled.
@@ -214,12 +222,16 @@ class Dispatcher:
         if report.switched is not None and not (answer := self._switches.popleft()).done():
             answer.set_result(report.switched)
         for request_id in report.admitted:
-            call = self._calls[request_id][0]
-            call.admitted = call.admitted or report.began
+            call, index = self._calls[request_id]
+            call.admitted[index] = report.began
+            call.positions[index] = call.prompt_lengths[index]
         for event in report.events:
             call, index = self._calls[event.request_id]
-            if event.finish is not None:
+            if event.finish is None:
+                call.positions[index] += 1
+            else:
                 del self._calls[event.request_id]
+                call.positions.pop(index, None)
             call.put(Arrival(index, event, report.ended))
         if not self._calls:
             self._idle.set()

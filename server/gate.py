@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import QuartetError
+from server import logs
 from server.errors import (
     INTERNAL,
     ClientGoneError,
@@ -55,8 +56,9 @@ class Gate:
         headers = Headers(scope=scope)
         wanted = headers.get("x-request-id", "")
         request_id = wanted if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
+        logs.request_id.set(request_id)
         state = scope.setdefault("state", {})
-        state |= {"request_id": request_id, "began": time.monotonic(), "logged": False}
+        state |= {"began": time.monotonic(), "logged": False}
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -71,14 +73,15 @@ class Gate:
                 raise UnauthorizedError("the API key is missing or wrong; send it as `Authorization: Bearer KEY`")
             await self._app(scope, receive, send_with_id)
         except ClientGoneError as error:
-            log.info("request %s refused: %s", request_id, error)
+            log.info("refused: %s", error)
         except Exception as error:
             if not isinstance(error, QuartetError):
-                log.exception("request %s failed by a mistake of ours", request_id)
+                log.exception("failed by a mistake of ours")
                 error = INTERNAL
             response = error_response(error)
             if not state["logged"]:
-                log.info("request %s refused status=%d code=%s", request_id, response.status_code, status_of(error).name)
+                path, status = ascii(scope["path"])[:100], response.status_code
+                logs.tell(log, "refused", path=path, status=status, code=status_of(error).name)
             if started:
                 raise
             await response(scope, receive, send_with_id)

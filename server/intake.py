@@ -6,28 +6,35 @@ Does not validate fields (schema) and does not talk HTTP.
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from models import Tokenizer
 from runtime.engine import Engine
 from runtime.errors import RequestError
 from runtime.request import Request
 from server.answer import Answer, IdText, StopMatcher
-from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults
+from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults, TokenizeRequest
 
 TOKENIZER_THREADS = 2
 MAX_SPECIAL = 64
 """Characters of a control token's spelling, at most."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Job:
-    """One HTTP request, ready for the engine: choice i is requests[i], told by answers[i]."""
+    """One HTTP request, ready for the engine: choice i is requests[i], told by answers[i]; `choices` of them share a prompt."""
 
     requests: list[Request]
     answers: list[Answer]
+    choices: int
     prompt_tokens: int
 
 
@@ -44,64 +51,100 @@ class Intake:
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, end_ids: Sequence[int], defaults: SamplingDefaults) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._words = tokenizer or IdText()
         self._end_ids = tuple(token for token in end_ids if token < engine.model.vocab_size)
         self._defaults = defaults
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
         self._numbers = itertools.count()
+        self._spell = lru_cache(maxsize=1 << 16)(self._words.spelling)
+
+    async def apart(self, work: Callable[..., T], *args: Any) -> T:
+        """Do what may take long where the event loop does not wait for it."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, work, *args)
 
     async def completion(self, wanted: CompletionRequest) -> Job:
         """Raises RequestError for what can never run here."""
-        return self._job(wanted, [await self._ids(prompt) for prompt in wanted.prompt])
+        prompts = [await self.apart(self._prompt, prompt, wanted.echo) for prompt in wanted.prompt]
+        return self._job(wanted, prompts, wanted.logprobs if wanted.echo else None)
 
     async def chat(self, wanted: ChatRequest) -> Job:
         """Raises RequestError for what can never run here, a template's refusal included."""
+        return self._job(wanted, [(await self._chat(wanted.flatten()), "")])
+
+    async def tokenize(self, wanted: TokenizeRequest) -> list[int]:
+        """Ids of a text or a chat. Raises RequestError: there is no tokenizer, or the template refuses."""
+        if wanted.messages is not None:
+            return await self._chat([message.flatten(index) for index, message in enumerate(wanted.messages)])
         if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer and no chat template; send ids to /v1/completions", "messages")
-        encode_chat, messages = self._tokenizer.encode_chat, wanted.flatten()
-        ids = await asyncio.get_running_loop().run_in_executor(self._pool, encode_chat, messages)
-        return self._job(wanted, [ids])
+            raise RequestError("this model has no tokenizer", "prompt")
+        return await self.apart(self._tokenizer.encode, wanted.prompt, wanted.add_special_tokens)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included. Raises RequestError for ids outside of the vocabulary."""
+        vocab_size = self._engine.model.vocab_size
+        outside = next((token for token in ids if token >= vocab_size), None)
+        if outside is not None:
+            raise RequestError(f"token id {outside} is outside the vocabulary of 0 to {vocab_size - 1}", "tokens")
+        if self._tokenizer is None:
+            return self._words.decode(ids)
+        return await self.apart(self._tokenizer.decode, ids, False)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _ids(self, prompt: str | list[int]) -> list[int]:
+    async def _chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer and no chat template; send ids to /v1/completions", "messages")
+        return await self.apart(self._tokenizer.encode_chat, messages)
+
+    def _prompt(self, prompt: str | list[int], echo: bool) -> tuple[list[int], str]:
+        """A prompt's ids, and what to show of it."""
         if isinstance(prompt, list):
-            return prompt
+            known = echo and all(0 <= token < self._engine.model.vocab_size for token in prompt)
+            return prompt, self._words.decode(prompt) if known else ""
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer; send the prompt as token ids", "prompt")
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenizer.encode, prompt)
+        return self._tokenizer.encode(prompt), prompt if echo else ""
 
-    def _job(self, wanted: GenerationRequest, prompts: list[list[int]]) -> Job:
+    def _job(self, wanted: GenerationRequest, prompts: list[tuple[list[int], str]], scored: int | None = None) -> Job:
         special = self._special_stops(wanted.stop)
         own_ends = () if wanted.ignore_eos else self._end_ids
         ends = tuple(dict.fromkeys([*own_ends, *wanted.stop_token_ids, *special]))
         seed = random.getrandbits(63)
-        job = Job([], [], sum(map(len, prompts)))
-        for ids in prompts:
+        job = Job([], [], wanted.n, sum(len(ids) for ids, _ in prompts))
+        for ids, echo in prompts:
             for _ in range(wanted.n):
                 choice = len(job.requests)
                 request = Request(
                     id=str(next(self._numbers)),
                     prompt_ids=tuple(ids),
                     params=wanted.sampling(self._defaults, seed, choice),
-                    max_tokens=wanted.limit,
+                    max_tokens=1 if wanted.limit == 0 else wanted.limit,
                     min_tokens=wanted.min_tokens,
                     end_ids=ends,
+                    prompt_logprobs=scored,
                 )
                 if choice % wanted.n == 0:
                     self._engine.check(request)
                 job.requests.append(request)
-                job.answers.append(self._answer(wanted, ids, special))
+                job.answers.append(self._answer(wanted, ids, echo, special))
         return job
 
-    def _answer(self, wanted: GenerationRequest, ids: list[int], special: dict[int, str]) -> Answer:
-        detokenizer = IdText() if self._tokenizer is None else self._tokenizer.stream(ids)
-        include = wanted.include_stop_str_in_output
-        return Answer(detokenizer, StopMatcher(wanted.stop, include), wanted.min_tokens, special if include else {})
+    def _answer(self, wanted: GenerationRequest, ids: list[int], echo: str, special: dict[int, str]) -> Answer:
+        return Answer(
+            IdText() if self._tokenizer is None else self._tokenizer.stream(ids),
+            StopMatcher(wanted.stop, wanted.include_stop_str_in_output),
+            wanted.min_tokens,
+            special if wanted.include_stop_str_in_output else {},
+            None if wanted.alternatives is None else self._spell,
+            ids,
+            echo,
+            scores_only=wanted.limit == 0,
+        )
 
     def _special_stops(self, stops: Sequence[str]) -> dict[int, str]:
         """Stops that are spelled like a control token: it is never part of the text, so it must be found as an id."""
-        if self._tokenizer is None:
+        if self._tokenizer is None or not stops:
             return {}
         frame, probe = self._tokenizer.encode(""), self._tokenizer.encode("a")
         found = {}

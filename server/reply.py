@@ -18,8 +18,10 @@ from server.answer import Answer
 from server.dispatch import Call, Dispatcher
 from server.errors import INTERNAL, ClientGoneError, GenerationError, encode, error_object
 from server.intake import Job
+from server.logs import tell
+from server.metrics import Metrics
 from server.schema import StreamOptions
-from server.shapes import Envelope, Usage
+from server.shapes import Envelope, Mark, Usage, usage
 
 log = logging.getLogger(__name__)
 
@@ -41,31 +43,23 @@ class Piece:
     index: int
     text: str
     finish: FinishReason | None
+    marks: list[Mark] | None
     first: bool
-
-
-class Times:
-    """When a request's tokens came; seconds of time.monotonic."""
-
-    def __init__(self, began: float) -> None:
-        self.began = began
-        self.first: float | None = None
-        self.last = began
-
-    def token(self, at: float) -> None:
-        self.first = self.first or at
-        self.last = at
 
 
 class Reply:
     """An ASGI response that runs a job and sends what it gives: whole, or as a stream with what `options` ask for."""
 
-    def __init__(self, dispatcher: Dispatcher, job: Job, envelope: Envelope, stream: bool, options: StreamOptions) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, metrics: Metrics, job: Job, envelope: Envelope, stream: bool, options: StreamOptions
+    ) -> None:
         self._dispatcher = dispatcher
+        self._metrics = metrics
         self._job = job
         self._envelope = envelope
         self._streamed = stream
         self._options = options
+        self._began = 0.0  # seconds of time.monotonic, as all times here
         self._started: set[int] = set()  # choices that have shown something
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,12 +69,12 @@ class Reply:
             QuartetError: before anything was sent; later errors become the stream's last event.
         """
         state = scope["state"]
-        times, gone, call = Times(state["began"]), False, None
+        self._began, gone, call = state["began"], False, None
         try:
             with self._dispatcher.submit(self._job.requests) as call:
                 watch = asyncio.create_task(_watch(receive, call))
                 try:
-                    await (self._stream(call, times, send) if self._streamed else self._whole(call, times, send))
+                    await (self._stream(call, send) if self._streamed else self._whole(call, send))
                 finally:
                     watch.cancel()
         except ClientGoneError:
@@ -88,53 +82,84 @@ class Reply:
         finally:
             if call is not None:
                 state["logged"] = True
-                self._log(state["request_id"], call, times, "cancelled" if gone else "error")
+                self._tell(call, "cancelled" if gone else "error")
 
-    @property
     def _usage(self) -> Usage:
-        return Usage(self._job.prompt_tokens, sum(answer.tokens for answer in self._job.answers))
+        answers = self._job.answers
+        cached = sum(answer.cached for answer in answers[:: self._job.choices])
+        return usage(self._job.prompt_tokens, sum(answer.tokens for answer in answers), cached)
 
-    async def _pieces(self, call: Call, times: Times) -> AsyncIterator[Piece]:
+    async def _pieces(self, call: Call) -> AsyncIterator[Piece]:
         """Each token's piece until every choice has ended. Tokens behind a stop string are dropped and counted nowhere."""
         answers: Sequence[Answer] = self._job.answers
         growing = len(answers)
         while growing:
             arrival = await call.next()
-            answer, event = answers[arrival.index], arrival.event
+            index, event = arrival.index, arrival.event
+            answer = answers[index]
             if answer.finish is not None:
                 continue
             if event.token is None:
                 raise GenerationError(event.message or "the request was cancelled")
-            times.token(arrival.at)
-            text = answer.push(event.token, event.finish)
+            text = answer.push(event)
+            self._measure(call, index, arrival.at)
             if answer.finish is not None:
                 growing -= 1
                 if event.finish is None:
-                    self._dispatcher.cancel(call.ids[arrival.index])
-            first = arrival.index not in self._started
+                    self._dispatcher.cancel(call.ids[index])
             if text or answer.finish is not None:
-                self._started.add(arrival.index)
-                yield Piece(arrival.index, text, answer.finish, first)
+                first = index not in self._started
+                self._started.add(index)
+                yield Piece(index, text, answer.finish, answer.take_marks(), first)
 
-    async def _whole(self, call: Call, times: Times, send: Send) -> None:
+    def _measure(self, call: Call, index: int, at: float) -> None:
+        """Take down when an answer's token came, and what that says."""
+        metrics, answer = self._metrics, self._job.answers[index]
+        if answer.first_at is None:
+            admitted = call.admitted.get(index, at)
+            metrics.queue(admitted - call.submitted)
+            metrics.prefill(at - admitted)
+            metrics.first_token(at - self._began)
+            if index % self._job.choices == 0:
+                metrics.prompt_tokens(len(self._job.requests[index].prompt_ids))
+                metrics.cached_tokens(answer.cached)
+            answer.first_at = at
+        else:
+            assert answer.last_at is not None
+            metrics.inter_token(at - answer.last_at)
+        answer.last_at = at
+        metrics.generation_tokens(answer.tokens > 0)
+        if answer.finish is not None:
+            metrics.decode(at - answer.first_at)
+            metrics.end_to_end(at - self._began)
+
+    async def _whole(self, call: Call, send: Send) -> None:
         texts = [""] * len(self._job.answers)
-        async for piece in self._pieces(call, times):
+        marks: list[list[Mark]] = [[] for _ in texts]
+        scored = False
+        async for piece in self._pieces(call):
             texts[piece.index] += piece.text
+            if piece.marks is not None:
+                scored = True
+                marks[piece.index] += piece.marks
         choice = self._envelope.shape.choice
-        choices = [choice(index, texts[index], answer.finish) for index, answer in enumerate(self._job.answers)]
-        body = encode(self._envelope.whole(choices, self._usage))
+        choices = [
+            choice(index, texts[index], answer.finish, marks[index] if scored else None)
+            for index, answer in enumerate(self._job.answers)
+        ]
+        body = encode(self._envelope.whole(choices, self._usage()))
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*JSON_HEADERS, length]})
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, call: Call, times: Times, send: Send) -> None:
+    async def _stream(self, call: Call, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
-            async for piece in self._pieces(call, times):
+            async for piece in self._pieces(call):
                 for chunk in self._chunks(piece):
                     await _send_event(send, chunk)
             if self._options.include_usage:
-                await _send_event(send, {**self._envelope.chunk([]), "usage": self._usage.object()})
+                await _send_event(send, {**self._envelope.chunk([]), "usage": self._usage()})
         except ClientGoneError:
             raise
         except QuartetError as error:
@@ -147,30 +172,40 @@ class Reply:
 
     def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """A piece's events: a token with its text; the length's end rides on it, a stop has an empty chunk of its own."""
-        delta = self._envelope.shape.delta
+        delta, index = self._envelope.shape.delta, piece.index
+        nothing: list[Mark] | None = None if piece.marks is None else []
         if piece.finish != "stop":
-            deltas = [delta(piece.index, piece.text, piece.finish, piece.first)]
+            deltas = [delta(index, piece.text, piece.finish, piece.marks, piece.first)]
         elif piece.text:
-            deltas = [delta(piece.index, piece.text, None, piece.first), delta(piece.index, "", "stop", False)]
+            deltas = [delta(index, piece.text, None, piece.marks, piece.first), delta(index, "", "stop", nothing, False)]
         else:
-            deltas = [delta(piece.index, "", "stop", piece.first)]
+            deltas = [delta(index, "", "stop", piece.marks, piece.first)]
         chunks = [self._envelope.chunk([each]) for each in deltas]
         if self._options.include_usage:
-            usage = self._usage.object() if self._options.continuous_usage_stats else None
-            chunks = [{**chunk, "usage": usage} for chunk in chunks]
+            used = self._usage() if self._options.continuous_usage_stats else None
+            chunks = [{**chunk, "usage": used} for chunk in chunks]
         return chunks
 
-    def _log(self, request_id: str, call: Call, times: Times, unfinished: FinishReason) -> None:
+    def _tell(self, call: Call, unfinished: FinishReason) -> None:
         """The request's one line; `unfinished` says what became of answers without an end."""
-        usage = self._usage
-        queue_ms = 1e3 * ((call.admitted or time.monotonic()) - call.submitted)
-        first_ms = "-" if times.first is None else f"{1e3 * (times.first - times.began):.1f}"
-        gaps = max(answer.tokens for answer in self._job.answers) - 1
-        per_token_ms = "-" if times.first is None or gaps < 1 else f"{1e3 * (times.last - times.first) / gaps:.2f}"
-        log.info(
-            "request %s prompt_tokens=%d completion_tokens=%d queue_ms=%.1f first_token_ms=%s per_token_ms=%s finish=%s",
-            *(request_id, usage.prompt_tokens, usage.completion_tokens, queue_ms, first_ms, per_token_ms),
-            ",".join(dict.fromkeys(answer.finish or unfinished for answer in self._job.answers)),
+        used, answers = self._usage(), self._job.answers
+        reasons = [answer.finish or unfinished for answer in answers]
+        for reason in reasons:
+            self._metrics.ended(reason)
+        began = [answer.first_at for answer in answers if answer.first_at is not None]
+        ended = [answer.last_at for answer in answers if answer.last_at is not None]
+        gaps = max(answer.tokens for answer in answers) - 1
+        admitted = min(call.admitted.values(), default=time.monotonic())
+        tell(
+            log,
+            "request",
+            prompt_tokens=used["prompt_tokens"],
+            cached_tokens=used["prompt_tokens_details"]["cached_tokens"],
+            completion_tokens=used["completion_tokens"],
+            queue_ms=round(1e3 * (admitted - call.submitted), 1),
+            first_token_ms=round(1e3 * (min(began) - self._began), 1) if began else None,
+            per_token_ms=round(1e3 * (max(ended) - min(began)) / gaps, 2) if began and gaps > 0 else None,
+            finish=",".join(dict.fromkeys(reasons)),
         )
 
 

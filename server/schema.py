@@ -8,51 +8,32 @@ import logging
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from runtime.errors import RequestError
-from runtime.request import SamplingParams
+from runtime.request import MAX_LOGPROBS, SamplingParams
 from server.errors import UnsupportedParameterError
-from server.strict import Strict
+from server.strict import MAX_STOPS, Bias, Content, Prompts, Stops, Strict
 
 log = logging.getLogger(__name__)
 
-MAX_STOPS = 16
 MAX_CHOICES = 128
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
+    **dict.fromkeys(("audio", "chat_template", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"), ()),
+    **dict.fromkeys(("allowed_token_ids", "bad_words", "functions", "guided_choice", "tools"), ([],)),
+    **dict.fromkeys(("continue_final_message", "echo", "use_beam_search"), (False,)),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True,)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("prompt_logprobs", "top_logprobs"), (0,)),
     "best_of": (1,),
-    "chat_template": (),
     "chat_template_kwargs": ({},),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "logit_bias": ({},),
-    "logprobs": (False, 0),
     "modalities": (["text"],),
-    "prompt_logprobs": (0,),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
-"""Fields that are not built, and their values that change nothing."""
-
-NEUTRAL_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+"""Fields that are not built, and their values that change nothing; a request type that has one of them as a field checks it."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +44,7 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-
-
-def _as_stops(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-def _as_prompts(value: Any) -> list[str | list[int]]:
-    """The four forms of a prompt as one list."""
-    several = isinstance(value, list) and value and type(value[0]) is not int
-    prompts: list[Any] = value if several else [value]
-    for prompt in prompts:
-        if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))):
-            raise ValueError
-    return prompts
+    repetition_penalty: float = 1.0
 
 
 class StreamOptions(Strict):
@@ -95,20 +59,21 @@ class GenerationRequest(Strict):
 
     default_max_tokens: ClassVar[int | None]
 
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    min_tokens: int = Field(0, ge=0)
+    model: str | None = Field(None, description="A name that GET /v1/models lists; absent: the first of them.")
+    max_tokens: int | None = Field(None, ge=1, description="Answers are cut at the end of the context all the same.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens; it wins over it.")
+    min_tokens: int = Field(0, ge=0, description="Tokens before which nothing ends the answer but its length.")
     n: int = Field(1, ge=1, le=MAX_CHOICES)
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: Annotated[list[str], FailFast(), BeforeValidator(_as_stops)] = Field(default_factory=list)
+    temperature: float | None = Field(None, ge=0, description="Below 0.00001 the draw is greedy. The first filter of the draw.")
+    top_k: int | None = Field(None, ge=-1, description="The second; 0 and -1 are off.")
+    top_p: float | None = Field(None, ge=0, le=1, description="The third, on what top_k leaves.")
+    min_p: float | None = Field(None, ge=0, le=1, description="The last.")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Of tokens in the prompt or the answer.")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="Of tokens in the answer.")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="Of tokens in the answer, for each time.")
+    logit_bias: Bias = ()
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="Fixes the draw, whatever else runs.")
+    stop: Stops = Field(default_factory=list)
     stop_token_ids: Annotated[list[int], FailFast()] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -118,22 +83,18 @@ class GenerationRequest(Strict):
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
         """Raises as Strict.parse, and UnsupportedParameterError: a field that is not built and would change the answer."""
+        for name, neutral in NEUTRAL.items():
+            value = body.get(name)
+            if value is None or name in cls.model_fields or any(type(value) is type(n) and value == n for n in neutral):
+                continue
+            raise UnsupportedParameterError(f"{name} is not supported; leave it out", name)
         request = super().parse(body)
-        request.check(body)
         unknown = body.keys() - cls.model_fields.keys() - NEUTRAL.keys()
         if unknown:
             log.debug("ignored unknown fields: %s", ascii(sorted(unknown))[:200])
         return request
 
-    def check(self, body: dict[str, Any]) -> None:
-        """What types alone cannot say. Raises as `parse`."""
-        for name, neutral in NEUTRAL.items():
-            value = body.get(name)
-            if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
-                raise UnsupportedParameterError(f"{name} is not supported; leave it out", name)
-        for name, off in NEUTRAL_PENALTIES.items():
-            if getattr(self, name) != off:
-                raise UnsupportedParameterError(f"{name} is not supported; leave it out or at {off:g}", name)
+    def check(self) -> None:
         if "" in self.stop:
             raise RequestError("stop holds an empty string, which would end every answer at once", "stop")
         if len(self.stop) > MAX_STOPS:
@@ -143,7 +104,13 @@ class GenerationRequest(Strict):
     @property
     def limit(self) -> int | None:
         """Tokens to produce at most; of the two names the newer wins. None: to the end of the context."""
-        return self.max_completion_tokens or self.max_tokens or self.default_max_tokens
+        given = (self.max_completion_tokens, self.max_tokens, self.default_max_tokens)
+        return next((limit for limit in given if limit is not None), None)
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are told with each token and its log-probability; None tells neither."""
+        raise NotImplementedError
 
     def sampling(self, defaults: SamplingDefaults, seed: int, choice: int) -> SamplingParams:
         """How choice number `choice` is drawn; `seed` is for a request that brings none.
@@ -151,13 +118,16 @@ class GenerationRequest(Strict):
         Raises:
             RequestError: a value out of range.
         """
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: getattr(self, name) for name in names}
         return SamplingParams(
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            min_p=defaults.min_p if self.min_p is None else self.min_p,
+            **{name: getattr(defaults, name) if value is None else value for name, value in given.items()},
             seed=seed if self.seed is None else self.seed,
             choice=choice,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            logprobs=self.alternatives,
         )
 
 
@@ -166,17 +136,30 @@ class CompletionRequest(GenerationRequest):
 
     default_max_tokens = 16
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_as_prompts)]
-    """One text or list of ids for each prompt."""
+    prompt: Prompts
+    max_tokens: int | None = Field(None, ge=0, description="Default 16. 0 with echo scores the prompt.")
+    echo: bool = Field(False, description="Put the prompt in front of the answer.")
+    logprobs: Annotated[int | None, BeforeValidator(lambda value: None if value is False else value)] = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Alternatives to each token; of the model itself, before anything of the draw."
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.limit == 0 and not self.echo:
+            raise RequestError("max_tokens is 0; it must be 1 or above, or 0 with echo to score a prompt", "max_tokens")
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
 
 
 class Message(Strict):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[dict[str, Any]], FailFast(), BeforeValidator(_as_parts)]
+    content: Content
     name: str | None = None
-    tool_calls: list[Any] = Field(default_factory=list)
+    tool_calls: list[Any] = Field(default_factory=list, json_schema_extra={"maxItems": 0})
 
     def flatten(self, index: int) -> dict[str, str]:
         """What a chat template reads; text parts are joined by line breaks.
@@ -203,14 +186,42 @@ class ChatRequest(GenerationRequest):
     default_max_tokens = None
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="Alternatives to each token; needs logprobs.")
 
-    def check(self, body: dict[str, Any]) -> None:
-        super().check(body)
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"top_logprobs is {self.top_logprobs} and logprobs is off; set logprobs to true", "top_logprobs")
         self.flatten()
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     def flatten(self) -> list[dict[str, str]]:
         """The messages as a chat template reads them."""
         return [message.flatten(index) for index, message in enumerate(self.messages)]
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: a prompt, or a chat as its template writes it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    add_special_tokens: bool = Field(True, description="Of a prompt; chats get what their template writes.")
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("give either prompt or messages", "prompt")
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], FailFast()]
 
 
 class SwitchRequest(Strict):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -144,4 +145,6 @@ async def serve(app: ASGIApp, dispatcher: Dispatcher, sock: socket.socket, shutd
 
 
 def _taken(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return ConfigError(f"host {host!r} is not an address of this machine; 0.0.0.0 listens on all that are")
     return ConfigError(f"cannot use port {port} of {host}: {error.strerror}; stop what holds it or choose another --port")

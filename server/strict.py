@@ -1,16 +1,32 @@
-"""Owns strict validation: no coercion, null is absent, and complaints in the API's words. Does not own the fields (schema)."""
+"""Owns strict validation: no coercion, null is absent, fields of several forms, and complaints in the API's words.
+
+Does not own the fields (schema).
+"""
 
 import json
-from typing import Any, Self
+import re
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from runtime.errors import RequestError
+
+MAX_STOPS = 16
 
 FORMS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
     "stop": "a string, a list of strings or null",
     "content": "a string or a list of text parts",
+    "logit_bias": "an object from token ids to numbers between -100 and 100",
 }
 """What fields of several forms may be."""
 
@@ -43,9 +59,14 @@ class Strict(BaseModel):
             RequestError: a field of the wrong type, out of range or missing; `param` names it.
         """
         try:
-            return cls.model_validate(body)
+            request = cls.model_validate(body)
         except ValidationError as error:
             raise explain(error) from None
+        request.check()
+        return request
+
+    def check(self) -> None:
+        """What types alone cannot say. Raises as `parse`."""
 
 
 def explain(error: ValidationError) -> RequestError:
@@ -60,9 +81,9 @@ def explain(error: ValidationError) -> RequestError:
     if path[-1] in FORMS:
         return RequestError(f"{where} must be {FORMS[path[-1]]}", where)
     if kind == "greater_than_equal":
-        rule = f"{context['ge']} or above"
+        rule = f"{context['ge']:g} or above"
     elif kind == "less_than_equal":
-        rule = f"at most {context['le']}"
+        rule = f"at most {context['le']:g}"
     elif kind == "too_short":
         rule = "a list with at least one entry"
     elif kind == "literal_error":
@@ -77,3 +98,52 @@ def _short(value: Any) -> str:
     """A value as JSON, cut to what fits a sentence."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:60] + "..."
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The four forms of a prompt as one list."""
+    several = isinstance(value, list) and value and type(value[0]) is not int
+    prompts: list[Any] = value if several else [value]
+    for prompt in prompts:
+        if not (isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))):
+            raise ValueError
+    return prompts
+
+
+def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """JSON's names are strings; these are token ids."""
+    if not (isinstance(value, dict) and all(re.fullmatch("[0-9]{1,9}", token) for token in value)):
+        raise ValueError
+    if not all(type(bias) in (int, float) and abs(bias) <= 100 for bias in value.values()):
+        raise ValueError
+    return tuple({int(token): float(bias) for token, bias in value.items()}.items())
+
+
+_TEXT = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": _TEXT}, "required": ["type", "text"]}
+_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
+_STOP = {"type": "string", "minLength": 1}
+
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema({"anyOf": [_TEXT, _IDS, {"type": "array", "items": {"anyOf": [_TEXT, _IDS]}, "minItems": 1}]}),
+]
+Bias = Annotated[
+    tuple[tuple[int, float], ...],
+    PlainValidator(_bias),
+    WithJsonSchema({"type": "object", "patternProperties": {"^[0-9]{1,9}$": _BIAS}, "additionalProperties": False}),
+]
+Stops = Annotated[
+    list[str],
+    FailFast(),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}),
+]
+Content = Annotated[
+    list[dict[str, Any]],
+    FailFast(),
+    BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART}]}),
+]

@@ -338,7 +338,7 @@ def test_a_conversation_that_fills_the_context_begins_anew(alphabet, typed, caps
     captured = capsys.readouterr()
     assert captured.out == "abc\nabc\nabc\n"
     assert captured.err.count("a new one begins with this message") == 2
-    assert "error: the prompt has " in captured.err  # the one that fits nowhere
+    assert "error: this model's maximum context length is " in captured.err  # the one that fits nowhere
     assert prompt_tokens(captured.err) == [21, 19 + 90, 21]
     assert "Ctrl-D ends the chat" in captured.err
 

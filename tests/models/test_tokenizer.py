@@ -209,6 +209,15 @@ def test_a_template_that_never_ends_is_stopped(tmp_path, monkeypatch):
         tokenizer.encode_chat(user("a"))
 
 
+@pytest.mark.parametrize("template", ["{{ 9 ** 9 ** 9 }}", "{{ (9)**messages | length ** 99999999 }}"])
+def test_a_template_takes_no_powers(tmp_path, template):
+    """Time is looked at between two lines of a template; one call took the interpreter for hours."""
+    tokenizer = byte_level(tmp_path, chat_template=template)
+    with pytest.raises(RequestError, match="the chat template refuses the messages") as caught:
+        tokenizer.encode_chat(user("a"))
+    assert caught.value.param == "messages"
+
+
 def test_a_template_with_a_syntax_error_is_told_when_loading(tmp_path, caplog):
     byte_level(tmp_path, chat_template="{% for")
     assert "the chat template cannot be used" in caplog.text

@@ -124,6 +124,11 @@ def parse_events(content: bytes) -> list[dict[str, Any]]:
     return [strict(event.removeprefix("data: ").encode()) for event in events[:-1]]
 
 
+def counts(usage: dict[str, Any]) -> list[int]:
+    """Prompt, completion and total tokens: what does not depend on what ran before."""
+    return [usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")]
+
+
 def texts_of(events: list[dict[str, Any]], index: int = 0) -> list[str]:
     """The text of each event of a choice, chat or completion; closing chunks give an empty one."""
     choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]

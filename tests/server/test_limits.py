@@ -2,6 +2,7 @@
 
 import pytest
 
+from server.shapes import usage
 from tests import checkpoints
 from tests.server.conftest import with_tok_b
 from tests.server.serving import CHAT, TEXT, finishes_of, local_server, texts_of
@@ -33,7 +34,8 @@ class TestContext:
             whole = short.complete("A" * prompt, max_tokens=limit)
             assert whole["choices"][0]["finish_reason"] == "length"
             assert whole["choices"][0]["text"] == "A" * produced
-            assert whole["usage"] == {"prompt_tokens": prompt, "completion_tokens": produced, "total_tokens": 64}
+            assert whole["usage"] == usage(prompt, produced, whole["usage"]["prompt_tokens_details"]["cached_tokens"])
+            assert whole["usage"]["total_tokens"] == 64
             events = short.events(TEXT, prompt="A" * prompt, max_tokens=limit)
             assert texts_of(events) == ["A"] * produced
             assert finishes_of(events) == ["length"]

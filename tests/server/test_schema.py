@@ -78,6 +78,12 @@ def test_switches_are_true_or_false(name, value):
         {"top_p": 1.1},
         {"top_k": -5},
         {"min_p": 1.1},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0},
+        {"logprobs": 21},
+        {"logprobs": -1},
+        {"logprobs": True},
         {"seed": 2**64},
         {"stream_options": []},
         {"stream_options": {"include_usage": 1}},
@@ -128,14 +134,6 @@ def test_stops_that_are_refused(stop):
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
-        {"logprobs": 5},
-        {"logprobs": True},
-        {"top_logprobs": 3},
-        {"echo": True},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -1},
-        {"repetition_penalty": 1.1},
-        {"logit_bias": {"5": 1}},
         {"suffix": "x"},
         {"best_of": 2},
         {"best_of": True},
@@ -151,8 +149,35 @@ def test_fields_that_are_not_built_and_change_the_answer_are_refused(fields):
 
 def test_their_neutral_values_pass():
     neutral = {name: values[0] for name, values in NEUTRAL.items() if values}
-    penalties = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1}
-    assert completion(**neutral, **penalties) == completion()
+    assert completion(**neutral, logprobs=False, logit_bias={}) == completion()
+    assert chat(**neutral, logprobs=False) == chat()
+
+
+def test_fields_of_one_endpoint_are_unsupported_at_the_other():
+    for parse, fields in ((completion, {"top_logprobs": 3}), (chat, {"echo": True})):
+        with pytest.raises(UnsupportedParameterError) as caught:
+            parse(**fields)
+        assert caught.value.param == next(iter(fields))
+
+
+def test_the_options_of_the_draw_reach_the_sampler():
+    fields = dict(presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.1)
+    params = completion(**fields, logit_bias={"5": 1, "07": -2.5}, logprobs=3).sampling(SamplingDefaults(), 0, 0)
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert (params.logit_bias, params.logprobs) == (((5, 1.0), (7, -2.5)), 3)
+    for told, logprobs in (({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 4}, 4)):
+        assert chat(**told).sampling(SamplingDefaults(), 0, 0).logprobs == logprobs
+    assert completion(logprobs=0).sampling(SamplingDefaults(), 0, 0).logprobs == 0
+
+
+BIASES = ([], "x", 5, {"a": 1}, {"-1": 1}, {"1.5": 1}, {"": 1}, {"5": 101}, {"5": "1"}, {"5": True}, {"5": None})
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_bias_is_a_number_for_an_id(bias):
+    with pytest.raises(RequestError, match="logit_bias must be") as caught:
+        completion(logit_bias=bias)
+    assert caught.value.param == "logit_bias"
 
 
 def test_unknown_fields_are_ignored_and_named_in_the_debug_log(caplog):
