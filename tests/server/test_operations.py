@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import re
+import time
 
 import jsonschema_rs
 import pytest
@@ -57,7 +58,9 @@ class TestMetrics:
         assert figure(watched, "inter_token_latency_seconds_bucket", le="0.0002") >= 0
         assert figure(watched, "request_success_total", finished_reason="length") >= 1
 
-    def test_gauges_follow_what_runs(self, watched):
+    def test_gauges_follow_what_runs(self, watched, monkeypatch):
+        step = watched.engine.step
+        monkeypatch.setattr(watched.engine, "step", lambda: time.sleep(0.005) or step())  # no answer ends while it is looked at
         with watched.send(TEXT, prompt="A" * 100, stream=True, n=3, max_tokens=400, ignore_eos=True) as sock:
             read_until(sock, lambda data: b'"text"' in data)
             assert (figure(watched, "num_requests_running"), figure(watched, "num_requests_waiting")) == (2, 1)
