@@ -114,7 +114,7 @@ def second_turn(model: str, url: str, flags: tuple[str, ...]) -> dict[str, Any]:
     prompt = ids(CHAT, 3) + answer + ids(32, 4)
     second, cached = first_token_ms(url, prompt)
     text = complete(url, prompt, TURN)["choices"][0]["text"]
-    with served(model, *flags, "--no-prefix-reuse") as fresh:
+    with served(model, *flags, "--no-prefix-reuse", "--max-slots", "1") as fresh:  # both must fit the GPU
         same = complete(fresh, prompt, TURN)["choices"][0]["text"] == text
     return {"first_ms": first, "second_ms": second, "share": second / first, "cached": cached, "same_text": same}
 
