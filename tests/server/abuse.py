@@ -190,9 +190,19 @@ def settled(server: Process) -> dict[str, float]:
 
 def main_fuzz(server: Process, count: int) -> None:
     print(f"{count} fuzzed bodies: {dict(fuzz(server.port, count))}", flush=True)
-    examples = str(count // 40)  # of each operation, in three phases: with 250 some 6,000 requests
+    examples = str(count // 80)  # of each operation, in three phases: with 125 some 5,000 requests
     url = f"http://127.0.0.1:{server.port}/openapi.json"
-    command = ["schemathesis", "run", url, "--checks", "not_a_server_error", "--max-examples", examples]
+    command = [
+        "schemathesis",
+        "run",
+        url,
+        "--checks",
+        "not_a_server_error",
+        "--max-examples",
+        examples,
+        "--request-timeout",
+        "60",
+    ]
     subprocess.run([str(Path(sys.executable).parent / command[0]), *command[1:]], check=True)
     assert server.text("a", max_tokens=3, temperature=0) == "bcd"
     assert server.stop() == 0

@@ -23,7 +23,19 @@ def test_fuzzed_bodies_are_answered_or_refused(letters):
 
 def test_what_the_document_allows_and_what_it_does_not_is_never_a_5xx(letters):
     url = f"http://127.0.0.1:{letters.port}/openapi.json"
-    flags = ("--checks", "not_a_server_error", "--phases", "fuzzing", "--max-examples", "4", "--seed", "1", "--no-color")
+    flags = (
+        "--checks",
+        "not_a_server_error",
+        "--phases",
+        "fuzzing",
+        "--max-examples",
+        "4",
+        "--request-timeout",
+        "60",
+        "--seed",
+        "1",
+        "--no-color",
+    )
     program = Path(sys.executable).parent / "schemathesis"
     done = subprocess.run([str(program), "run", url, *flags], capture_output=True, text=True, timeout=120, cwd=os.devnull[:1])
     assert done.returncode == 0, done.stdout
