@@ -99,16 +99,15 @@ def test_one_rows_first_weights_are_asked_for_before_the_wait_in_wide_loads_that
 
 
 @over(batches=(16,), calls=GEMVS)
-def test_a_batch_multiplies_by_wgmma_and_asks_for_its_first_weights_before_the_wait(model, batch, call):
+def test_a_batch_multiplies_by_wgmma_and_prefetches_what_its_tile_says_before_the_wait(model, batch, call):
     launch, compiled = fused(model, batch, call)
     assert "wgmma.mma_async" in compiled.ptx
     weights = [read for read in compiled.reads if "weight_ptr" in read.pointers]
     assert {read.bytes for read in weights} == {16}
     lines = launch.arguments["ROWS"] * launch.arguments["AHEAD"] * (2 if call == "norm_gate_up" else 1)
     wait = compiled.first("griddepcontrol.wait")
-    assert sum("prefetch.global.L2" in line for line in compiled.code[:wait]) == max(
-        1, lines // (32 * launch.options["num_warps"])
-    )
+    asked = sum("prefetch.global.L2" in line for line in compiled.code[:wait])
+    assert asked == -(-lines // (32 * launch.options["num_warps"]))
     assert not [line for line in compiled.code[wait:] if "prefetch.global" in line]
 
 
@@ -169,4 +168,5 @@ def test_no_unfused_kernel_spills(model):
     barrier_before_counter(compiled)
     assert "mma" in compiled.ptx
     for name in ("k_ptr", "v_ptr"):
-        assert {read.bytes for read in compiled.reads if name in read.pointers} == {16}
+        narrow = [read.bytes for read in compiled.reads if name in read.pointers and read.bytes != 16]
+        assert narrow == [2]  # the current key or value, one row
