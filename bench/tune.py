@@ -55,7 +55,7 @@ def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int) -> Found:
         ("norm_linear", c.vocab_size, c.hidden_size),
     ]
     tiles = {key: tile_for(*key, batch=steps.batch, itemsize=itemsize) for key in keys}
-    return Found(tiles, attention_tile(steps.attention, steps.batch))
+    return Found(tiles, attention_tile(steps.attention, steps.batch, itemsize))
 
 
 def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callable[[str], None]) -> Found:

@@ -241,8 +241,12 @@ class AttentionTile:
     blocks_per_sm: int = 2
 
 
-def attention_tile(spec: Attention, batch: int) -> AttentionTile:
-    """Timed in whole steps on an H200: one row's splits hold all their keys in registers; batches' walk over them."""
+def attention_tile(spec: Attention, batch: int, itemsize: int) -> AttentionTile:
+    """Timed in whole steps on an H200: one row's splits hold all their keys in registers; batches' walk over them. float32,
+    whose products no tensor core makes, takes what does not spill.
+    """
+    if itemsize > 2:
+        return AttentionTile(16, 16, 8, 2)
     if batch == 1:
         return AttentionTile(128, 128, 4, 1)
     if spec.heads == spec.kv_heads:

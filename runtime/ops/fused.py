@@ -28,7 +28,7 @@ class FusedOps:
         pdl: programmatic dependent launch. The embedding and the launch after it go without the attribute, so that rows.slots
             and rows.positions may be read before a wait; a caller that fills them otherwise must do so before `embed`.
         interpreted: for Triton's interpreter: products in float32 and no PDL instructions.
-        tuned: tiles that take the place of the built-in ones (configs, attention_tile).
+        tuned: tiles that take the place of the built-in ones (configs, attention_tile), of 2-byte types.
         tiles: those of one batch size that a tuner tries, by kernel, out and in features; attention_tile: likewise.
     """
 
@@ -75,9 +75,9 @@ class FusedOps:
     def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         spec, batch = attention, len(q)
         out = self._buffer("attention", (batch, spec.heads * spec.head_dim), k_cache)
-        tuned = self.tuned.get(_key("attention", batch, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim))
+        tuned = self._tuned("attention", k_cache, batch, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim)
         assert tuned is None or isinstance(tuned, AttentionTile)
-        tile = self.attention_tile or tuned or attention_tile(spec, batch)
+        tile = self.attention_tile or tuned or attention_tile(spec, batch, k_cache.element_size())
         key = (batch, spec.heads, spec.kv_heads, spec.head_dim, tile)
         if key not in self._scratch:
             self._scratch[key] = AttentionScratch.make(batch, spec, q.device, tile)
@@ -144,10 +144,11 @@ class FusedOps:
     def _tile(self, kernel: Kernel, x: Tensor, linear: Linear) -> Tile:
         n = linear.weight.shape[0] // (2 if kernel == "norm_gate_up" else 1)
         key = (kernel, n, x.shape[1])
-        tuned = self.tuned.get(_key(kernel, len(x), n, x.shape[1]))
+        tuned = self._tuned(kernel, x, len(x), n, x.shape[1])
         assert tuned is None or isinstance(tuned, Tile)
         return self.tiles.get(key) or tuned or tile_for(*key, batch=len(x), itemsize=x.element_size())
 
-
-def _key(kernel: str, batch: int, out: int, width: int) -> TileKey:
-    return TileKey(kernel, "single" if batch == 1 else "batch", out, width)
+    def _tuned(self, kernel: str, like: Tensor, batch: int, out: int, width: int) -> Tile | AttentionTile | None:
+        if like.element_size() != 2:
+            return None
+        return self.tuned.get(TileKey(kernel, "single" if batch == 1 else "batch", out, width))

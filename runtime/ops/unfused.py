@@ -91,7 +91,7 @@ class UnfusedOps:
         if not q.is_cuda:
             return attention_torch(q, attention, rows, k_cache, v_cache)
         spec, batch = attention, len(q)
-        tile = attention_tile(spec, batch)
+        tile = attention_tile(spec, batch, k_cache.element_size())
         key = (batch, spec.heads, spec.kv_heads, spec.head_dim)
         if key not in self._scratch:  # kept: its counters stay zero between launches
             self._scratch[key] = AttentionScratch.make(batch, spec, q.device, tile)

@@ -68,6 +68,13 @@ def test_no_fused_kernel_spills(model, batch, call):
     fits(fused(model, batch, call)[1])
 
 
+@pytest.mark.parametrize("ops", ["fused", "unfused"])
+def test_attention_in_float32_spills_nothing_either(ops):
+    """Tiles made for 2-byte types put 8 kB a thread into memory."""
+    played = played_step(replace(SHAPES["llama-2-7b"], num_layers=1, dtype="float32"), ops, 16)
+    fits(compile_launch(next(each for each in played if isinstance(each, Launch) and each.name == "_attention_kernel")))
+
+
 @over()
 def test_every_fused_kernel_but_embed_lets_the_next_one_start_and_waits_once(model, batch, call):
     _, compiled = fused(model, batch, call)
