@@ -56,12 +56,12 @@ def test_flags_and_odd_shapes_agree_with_hugging_face(tmp_path, family, config):
     ids=str,
 )
 def test_head_ratios_and_widths_that_are_no_powers_of_two_agree(tmp_path, config):
-    """B01: kernels and views built on powers of two read or write the next group."""
+    """Kernels and views built on powers of two read or write the next group."""
     assert_rule_n(tiny(tmp_path, num_hidden_layers=1, **config), count=40, prefill=30)
 
 
 def test_the_last_position_of_the_context_agrees(tmp_path):
-    """B05: a table or a mask that ends one position early."""
+    """A table or a mask that ends one position early."""
     assert_rule_n(tiny(tmp_path, max_position_embeddings=64), count=64, prefill=60)
 
 
@@ -81,7 +81,7 @@ def test_a_prompt_may_be_cut_into_chunks_of_any_size(tmp_path, chunk):
     [("cpu", "unfused"), *(pytest.param("cuda", ops, marks=pytest.mark.gpu) for ops in ("unfused", "fused"))],
 )
 def test_lengths_at_block_borders_agree_in_prefill_and_three_decode_steps(tmp_path, device, ops):
-    """Length 1, a multiple of a block and one more gave NaN or a wrong last row (B02)."""
+    """Length 1, a multiple of a block and one more gave NaN or a wrong last row."""
     path = tiny(tmp_path, max_position_embeddings=1024)
     ids = random_ids(514)
     decoder = open_model(path, max_len=514, device=device)

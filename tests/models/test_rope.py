@@ -207,7 +207,7 @@ def test_a_model_in_bfloat16_keeps_its_tables_in_float32(tmp_path):
     [("cpu", "unfused"), *(pytest.param("cuda", ops, marks=pytest.mark.gpu) for ops in ("unfused", "fused"))],
 )
 def test_a_prompt_of_5000_ids_agrees(tmp_path, device, ops):
-    """Positions or frequencies rounded to bfloat16 make far positions collapse together (B04)."""
+    """Positions or frequencies rounded to bfloat16 make far positions collapse together."""
     few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 64}
     path = tiny(tmp_path, max_position_embeddings=16384, **few)
     ids = random_ids(5000)

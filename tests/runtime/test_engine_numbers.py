@@ -29,7 +29,7 @@ def serve(engine, prompt, aborted=0):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_short_request_after_a_long_one_has_the_logits_it_has_alone(path, mode):
-    """A short prompt in a slot that a longer one had used saw its old keys, and could answer the earlier user's text (B03)."""
+    """A short prompt in a slot that a longer one had used saw its old keys, and could answer the earlier user's text."""
     engine = engine_over(path, mode, prefill_chunk=128, prefix_reuse=False)
     alone = recorded(engine, Request("b", SHORT, max_tokens=8))
     for prompt in (LONG, SHORT[:3] + LONG, SHORT + LONG):
@@ -46,7 +46,7 @@ def test_a_short_request_after_a_long_one_has_the_logits_it_has_alone(path, mode
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("shared", [3, 256, 300])
 def test_a_request_that_goes_on_behind_another_ones_prefix_agrees_by_rule_n(path, mode, shared):
-    """Whether the other ended, was dropped on its way, or still runs (B03)."""
+    """Whether the other ended, was dropped on its way, or still runs."""
     engine = engine_over(path, mode, slots=2, prefill_chunk=128)
     prompt = LONG[:shared] + SHORT
     for aborted in (0, 2, 6):

@@ -64,7 +64,7 @@ def restore(engine, saved):
 @pytest.mark.parametrize("ops", ["fused", "unfused"])
 @torch.inference_mode()
 def test_a_replay_is_the_eager_step_bit_for_bit_and_writes_one_position_of_each_live_slot(decoder, ops):
-    """Every batch size and kind of draw, with idle rows, a slot that is done and poisoned buffers (C01)."""
+    """Every batch size and kind of draw, with idle rows, a slot that is done and poisoned buffers."""
     engine = engine_over(decoder, ("cuda", ops, "on"), slots=SLOTS)
     params = {"plain": (SamplingParams(), SAMPLED), "full": (SamplingParams(), SAMPLED, FILTERED)}
     lengths = [1 + 23 * slot for slot in range(SLOTS)]
@@ -103,7 +103,7 @@ def test_a_replay_is_the_eager_step_bit_for_bit_and_writes_one_position_of_each_
 
 @pytest.mark.parametrize("ops", ["fused", "unfused"])
 def test_five_then_three_then_seven_then_one_request_read_nothing_of_what_was_left_behind(path, decoder, ops):
-    """A batch padded up to a captured size, or an input left out at a replay, kept old values (C01)."""
+    """A batch padded up to a captured size, or an input left out at a replay, kept old values."""
     engine = engine_over(decoder, ("cuda", ops, "on"), slots=8, prefix_reuse=False)
     play, sizes = engine.modes.play, []
 
@@ -134,7 +134,7 @@ def test_five_then_three_then_seven_then_one_request_read_nothing_of_what_was_le
 
 def test_tokens_and_slots_cross_unharmed_however_late_the_device_is(decoder):
     """A pinned buffer that was written again while its copy waited, or read before its copy had landed, gave wrong tokens now
-    and then (C03)."""
+    and then."""
     engine = engine_over(decoder, ("cuda", "fused", "on"), slots=4, prefix_reuse=False)
     play, prefill = engine.modes.play, decoder.prefill
 
@@ -169,7 +169,7 @@ def test_tokens_and_slots_cross_unharmed_however_late_the_device_is(decoder):
 
 
 def test_another_thread_may_use_the_device_while_graphs_are_captured(decoder):
-    """Copies and waits of another thread ruined a capture (C04). It waits for its stream: CUDA itself ends every capture at a
+    """Copies and waits of another thread ruined a capture. It waits for its stream: CUDA itself ends every capture at a
     wait for the whole device."""
     engine = engine_over(decoder, ("cuda", "fused", "on"), slots=4)
     wanted = engine.generate([Request("a", some_ids(9, 1), max_tokens=8)])
@@ -200,7 +200,7 @@ def test_another_thread_may_use_the_device_while_graphs_are_captured(decoder):
 
 
 def test_memory_and_graphs_stay_as_they_are_over_500_requests_of_every_length(decoder):
-    """Memory climbed with every new shape (C04)."""
+    """Memory climbed with every new shape."""
     engine = engine_over(decoder, ("cuda", "fused", "on"), slots=8, prefill_chunk=128)
     rng, after_50 = random.Random(0), 0
     for i, length in enumerate(rng.sample(range(1, 501), 500)):
@@ -214,7 +214,7 @@ def test_memory_and_graphs_stay_as_they_are_over_500_requests_of_every_length(de
 
 
 def test_an_engine_that_is_dropped_gives_its_memory_back(decoder):
-    """Five times: its graphs' pools, caches and workspaces (C04)."""
+    """Five times: its graphs' pools, caches and workspaces."""
 
     def reserved():
         gc.collect()
@@ -297,7 +297,7 @@ def raised():
 
 @pytest.mark.parametrize("fault", [raised, lambda: torch.zeros(1, device="cuda").item()], ids=["raises", "synchronizes"])
 def test_a_capture_that_fails_leaves_an_eager_engine_and_its_memory_behind(decoder, caplog, fault):
-    """An error in a capture kept its memory pool for ever (C04)."""
+    """An error in a capture kept its memory pool for ever."""
     decode = decoder.decode
 
     def failing(*arguments):

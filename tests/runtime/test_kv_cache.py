@@ -25,7 +25,7 @@ def test_a_copied_prefix_is_all_that_changes_in_its_slot(device):
 @pytest.mark.gpu
 @torch.inference_mode()
 def test_the_highest_slot_of_a_cache_past_31_bits_computes_what_the_lowest_does():
-    """Index times stride wrapped at 2^31 elements: silent rubbish with big caches (B07)."""
+    """Index times stride wrapped at 2^31 elements: silent rubbish with big caches."""
     slots, capacity, device = 17, 131072, torch.device("cuda")
     config = ModelConfig("llama", 512, 256, 344, 1, 8, 8, 128, capacity, 1e-5)
     table = pieces(config)

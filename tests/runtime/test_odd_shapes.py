@@ -1,4 +1,4 @@
-"""Rule N for every family, head group, head width and odd width, at 1 to 16 rows of which some join and some leave (B01)."""
+"""Rule N for every family, head group, head width and odd width, at 1 to 16 rows of which some join and some leave."""
 
 import pytest
 import torch
@@ -116,7 +116,7 @@ def test_rows_that_join_and_leave_agree_with_hugging_face(device, config):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(7, 1), (14, 2), (28, 4), (24, 8), (12, 2), (10, 2), (8, 8), (8, 1)])
 @torch.inference_mode()
 def test_a_query_head_reads_the_kv_head_of_its_group(device, name, heads, kv_heads):
-    """KV head g's values are all g: query head h must give floor(h * K / H), padding rows of a group nothing (B01)."""
+    """KV head g's values are all g: query head h must give floor(h * K / H), padding rows of a group nothing."""
     config, length, ops = shape("llama", heads, kv_heads, 64, 256, 344), 40, load_ops(name)
     table = pieces(config)
     weights = allocate(table, torch.device(device), torch.bfloat16)

@@ -77,7 +77,7 @@ PENALTIES = [
 
 
 def test_penalties_fall_on_the_right_tokens_and_on_no_other_request(make):
-    """D05. Presence and frequency punished the prompt, or repetition ignored it."""
+    """Presence and frequency punished the prompt, or repetition ignored it."""
     engine = make({65: 5.0, 66: 4.0}, rest=-10.0)
     for params, wanted in PENALTIES:
         assert tokens(engine, (65,) * 10, 7, **params) == wanted
@@ -88,7 +88,7 @@ def test_penalties_fall_on_the_right_tokens_and_on_no_other_request(make):
 
 
 def test_a_repetition_penalty_multiplies_negative_logits(make):
-    """D05. Dividing a negative logit by the penalty raises it."""
+    """Dividing a negative logit by the penalty raises it."""
     engine = make({65: -1.0, 66: -1.1875})
     assert tokens(engine, (65,) * 10, 7, repetition_penalty=1.5) == [66, 65, 65, 65, 65, 65, 65]
 
@@ -111,7 +111,7 @@ def test_the_prompts_ids_count_for_repetition_across_chunks(make):
     "params", [{}, {"temperature": 1.0}, {"temperature": 0.5}, {"temperature": 1.0, "top_p": 0.5}, {"presence_penalty": 1.0}]
 )
 def test_logprobs_are_the_models_own_whatever_the_draw_does(make, params):
-    """D06. They followed temperature or top_p in one path only, or the drawn token's own was left out."""
+    """They followed temperature or top_p in one path only, or the drawn token's own was left out."""
     engine = make(FOUR)
     events = run(engine, Request("a", (65,), SamplingParams(**params, logprobs=4), 8))["a"]
     tolerance = 1e-5 if engine.config.device == "cpu" else 4e-3  # fused logits are 15.98 / 16 of FOUR: no rounded norm
@@ -187,7 +187,7 @@ QUARTERS = {token: math.log(p) for token, p in {65: 0.5, 66: 0.3, 67: 0.15, 68: 
     ],
 )
 def test_filters_keep_the_crossing_token_and_every_border_of_top_k_is_served(make, params, kept):
-    """D01, D02. A nucleus without its crossing token is too narrow; top_k 0 or above the vocabulary means off."""
+    """A nucleus without its crossing token is too narrow; top_k 0 or above the vocabulary means off."""
     weights = {token: math.exp(torch.tensor(v / 16).bfloat16().item() * 16) for token, v in QUARTERS.items()}
     kept_weights = dict(list(weights.items())[:kept])
     total = sum(kept_weights.values())
@@ -196,7 +196,7 @@ def test_filters_keep_the_crossing_token_and_every_border_of_top_k_is_served(mak
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1.0, 2.0])
 def test_tiny_temperatures_are_greedy_with_and_without_a_nucleus(make, temperature):
-    """D03. Between zero and about 1e-4 the division overflowed into junk."""
+    """Between zero and about 1e-4 the division overflowed into junk."""
     engine = make({65: 11.0, 66: 10.0}, rest=-20.0)
     for top_p in (1.0, 0.9):
         drawn = tokens(engine, (65,), 400, temperature=temperature, top_p=top_p)
@@ -208,7 +208,7 @@ def test_tiny_temperatures_are_greedy_with_and_without_a_nucleus(make, temperatu
 
 
 def test_logits_that_are_not_finite_end_their_request_alone(make, tmp_path):
-    """D07 (1), (4). They gave a row of token 0, or poisoned the batch."""
+    """They gave a row of token 0, or poisoned the batch."""
     for token, value in ((7, math.nan), (70, math.inf)):
         engine = make({token: value}, rest=0.0)
         asked = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, logit_bias=((70, -100.0),), logprobs=2)
@@ -219,7 +219,6 @@ def test_logits_that_are_not_finite_end_their_request_alone(make, tmp_path):
 
 
 def test_a_bias_on_every_likely_id_leaves_a_valid_one(make):
-    """D07 (2)."""
     engine = make({65: 5.0, 66: 4.0}, rest=0.0)
     bias = tuple((token, -100.0) for token in range(320))
     assert tokens(engine, (65,), 3, logit_bias=bias) == [65] * 3
@@ -227,7 +226,6 @@ def test_a_bias_on_every_likely_id_leaves_a_valid_one(make):
 
 
 def test_a_greedy_row_with_banned_ids_leaves_the_draws_of_others_as_they_are(make):
-    """D07 (3)."""
     engine = make({65: 5.0, 66: 4.0, 67: 3.0}, rest=-10.0)
     others = [Request(str(i), (65,), SamplingParams(temperature=1.0, seed=i), 300) for i in range(3)]
     alone = engine.generate(others)
@@ -257,7 +255,7 @@ def test_a_bias_outside_the_vocabulary_is_refused_by_name(make, token):
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 0}], ids=["plain", "full"])
 def test_ties_go_to_the_lowest_id_and_near_values_are_told_apart(make, extra):
-    """B06. Argmax after a rounding softmax, or ties broken at random, changed greedy answers between runs and batches."""
+    """Argmax after a rounding softmax, or ties broken at random, changed greedy answers between runs and batches."""
     for values, rest, wanted in (({65: 5.0, 66: 5.0}, 0.0, 65), ({65: 20.0, 66: 20.125}, 0.0, 66)):
         engine = make(values, rest, slots=8)
         for batch in (1, 2, 5, 8):
@@ -266,7 +264,6 @@ def test_ties_go_to_the_lowest_id_and_near_values_are_told_apart(make, extra):
 
 
 def test_the_same_prompt_twice_alone_is_the_same_answer(make, tmp_path):
-    """B06."""
     engine = make(None, path=tiny(tmp_path))
     for params in ({}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "presence_penalty": 0.5, "logprobs": 3}):
         request = Request("a", (5, 6, 7), SamplingParams(**params), 60)
@@ -276,7 +273,7 @@ def test_the_same_prompt_twice_alone_is_the_same_answer(make, tmp_path):
 
 @pytest.mark.parametrize("extra", [{}, {"logprobs": 0}], ids=["plain", "full"])
 def test_a_step_draws_new_numbers_each_time_and_a_seed_the_same_ones(make, extra):
-    """C02. A generator frozen at capture drew the same number at each replay, or ignored a new seed."""
+    """A generator frozen at capture drew the same number at each replay, or ignored a new seed."""
     engine = make(dict.fromkeys(range(65, 73), 1.0))
     asked = [Request(str(i), (65,), SamplingParams(temperature=1.0, seed=i, **extra), 500) for i in range(8)]
     drawn = torch.tensor(list(engine.generate(asked).values())) - 65
