@@ -1,4 +1,4 @@
-"""Owns the seam: the seven calls that play a decode step, and `load_ops`, the only toggle between ways to play them.
+"""Owns the seam: the six calls that play a decode step, and `load_ops`, the only toggle between ways to play them.
 
 Does not know the engine or the model: ops are handed tensors. Every ops set reads and writes the same KV cache, so a running
 stream can change sets between two steps.

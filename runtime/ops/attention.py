@@ -172,7 +172,7 @@ def _attention_kernel(
     if split >= active:
         return
 
-    own = d < tl.where(split == 0, D, 0)
+    own = d < tl.where(split == 0, D, 0)  # the current key and value belong to split 0; elsewhere they are zeros
     now = position.to(tl.int64) * D + d[None, :]
     if ROTATE:
         # q and the current k from the projection's float32 sums: per-head norms, rotation, and (in split 0) the cache write.

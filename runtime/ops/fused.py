@@ -22,7 +22,8 @@ class FusedOps:
     proj_residual).
 
     Every call writes into a workspace made at the first step of a batch size and returns it: a result lives until the same
-    call's turn in the next layer. Between norm_qkv_rope and attention pass the raw float32 sums of q, k and v.
+    call's turn in the next layer. Between norm_qkv_rope and attention pass the raw float32 sums of q, k and v; of a batch, the
+    launch that makes x also leaves what the next norm needs (`Scaled`), which only that norm, of that x, takes up.
 
     Attributes:
         pdl: programmatic dependent launch. The embedding and the launch after it go without the attribute, so that rows.slots
