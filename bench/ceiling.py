@@ -3,13 +3,12 @@
 Decoding at small batches reads every weight for each step, so bytes / read ceiling is the least time a step can take.
 """
 
-import statistics
-import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bench.steps import back_to_back_us, median
 from runtime.device import datasheet_gbps, free_bytes
 from runtime.ops._triton import tl, triton
 
@@ -49,30 +48,22 @@ def measure_ceiling(device: torch.device) -> Ceiling:
         torch.cuda.empty_cache()
         return Ceiling(gbps, how, datasheet_gbps(torch.cuda.get_device_name(device)))
     buffer = torch.ones(CPU_BYTES // 4)
-    times = []
-    for _ in range(8):
-        start = time.perf_counter()
-        buffer.sum()
-        times.append(time.perf_counter() - start)
+    least_us = min(back_to_back_us(buffer.sum, 1, device) for _ in range(8))
     # The best one: other processes share a CPU's bus, and a ceiling is what it can do.
     how = f"torch.sum over {buffer.nbytes / 1e9:.2f} GB, {torch.get_num_threads()} threads, best of 8"
-    return Ceiling(buffer.nbytes / min(times) / 1e9, how, None)
+    return Ceiling(buffer.nbytes / least_us / 1e3, how, None)
 
 
 def _cuda_gbps(buffer: Tensor, repeats: int = 20) -> float:
-    """Median rate of reading `buffer`, flat and much larger than the L2 cache, timed with CUDA events."""
+    """Median rate of reading `buffer`, flat and much larger than the L2 cache."""
     programs = buffer.numel() // (BLOCK * ITERATIONS)
     out = torch.empty(programs, dtype=torch.float32, device=buffer.device)
-    times_ms = []
-    for _ in range(3 + repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+
+    def read() -> None:
         read_kernel[(programs,)](buffer, out, BLOCK=BLOCK, ITERATIONS=ITERATIONS, STAGES=STAGES, PDL=False, num_warps=WARPS)
-        end.record()
-        end.synchronize()
-        times_ms.append(start.elapsed_time(end))
-    read_bytes = programs * BLOCK * ITERATIONS * buffer.itemsize
-    return float(read_bytes / statistics.median(times_ms[3:]) / 1e6)  # the first calls compile and warm up
+
+    us = [back_to_back_us(read, 1, buffer.device) for _ in range(3 + repeats)][3:]  # the first calls compile and warm up
+    return programs * BLOCK * ITERATIONS * buffer.itemsize / median(us) / 1e3
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-SECTOR_BYTES = 32
 METRICS = {
     "dram_read": "dram__bytes_read.sum",
     "dram_written": "dram__bytes_write.sum",

@@ -127,12 +127,10 @@ class WholeSteps:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled Triton kernel takes of an SM: registers and bytes spilled a thread, warps and shared memory a block."""
+    """What a thread of a compiled Triton kernel takes: registers, and bytes spilled."""
 
     registers: int
     spills: int
-    warps: int
-    shared_bytes: int
 
 
 def launched(play: Play) -> list[Resources]:
@@ -147,7 +145,7 @@ def launched(play: Play) -> list[Resources]:
 
     with patch.object(JITFunction, "run", kept):
         play()
-    return [Resources(k.n_regs, k.n_spills, k.metadata.num_warps, k.metadata.shared) for k in kernels]
+    return [Resources(k.n_regs, k.n_spills) for k in kernels]
 
 
 def fold(kernels: list[tuple[str, float]]) -> list[tuple[str, float]]:

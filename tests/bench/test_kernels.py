@@ -47,7 +47,7 @@ def test_tuning_on_a_cpu_is_refused_in_one_sentence(bench):
 def test_a_row_holds_the_launch_and_what_it_replaces():
     sets = {ops: step_launches(CONFIG, "bfloat16", 1, 512, ops) for ops in ("fused", "unfused")}
     times = {ops: {each.name: [9.0, 10.0, 50.0] for each in launches} for ops, launches in sets.items()}
-    resources = [Resources(i, 0, 4, 0) for i in range(len(in_order(sets["fused"])))]
+    resources = [Resources(i, 0) for i in range(len(in_order(sets["fused"])))]
     rows = {row["kernel"]: row for row in kernels.table(sets, times, resources, CEILING)}
     output = rows["proj_residual"]
     assert (output["us"], output["their us"], output["replaces"]) == (10.0, 20.0, "output + add")

@@ -121,7 +121,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(StepsOptions, "load", lambda self, batch: SimpleNamespace(config=settled))
     monkeypatch.setattr(roofline, "measure_ceilings", lambda device: H200)
     monkeypatch.setattr(kernels, "measure_ceiling", lambda device: Ceiling(4610.0, "given", 4800.0))
-    monkeypatch.setattr(kernels, "launched", lambda play: [Resources(40, 0, 4, 0)] * 163)
+    monkeypatch.setattr(kernels, "launched", lambda play: [Resources(40, 0)] * 163)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
     for module in (roofline, kernels):
