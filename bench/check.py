@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.hugging_face import reference, require_transformers
+from bench.contenders import random_ids
+from bench.hugging_face import reference
 from bench.output import require_folder
 from bench.rule_n import Verdict, rule_n
 from bench.session import environment, load
@@ -66,8 +67,6 @@ def run(options: CheckOptions) -> int:
     say = partial(print, file=sys.stderr if options.format == "json" else sys.stdout, flush=True)
     if options.logits is None and options.against is None:
         raise ConfigError("nothing to do: give --logits FILE to write logits, --against transformers to judge them, or both")
-    if options.against:
-        require_transformers()
     require_folder(options.logits, "--logits")
     source = find_model(options.model, options.revision)
     vocab_size = source.config.vocab_size
@@ -127,7 +126,7 @@ def read_ids(path: Path, vocab_size: int) -> list[int]:
 
 def drawn_ids(vocab_size: int, limit: int | None) -> list[int]:
     """64 ids (fewer where the model's context is shorter) drawn evenly from the vocabulary with a fixed seed."""
-    return _random_ids(vocab_size, min(DEFAULT_IDS, limit or DEFAULT_IDS), seed=0)
+    return random_ids(vocab_size, 1, min(DEFAULT_IDS, limit or DEFAULT_IDS), seed=0)[0]
 
 
 @torch.inference_mode()
@@ -145,7 +144,7 @@ def forced_logits(step: DecodeStep, graph: bool, ids: Sequence[int], prefill: in
         The logits of row 0, and with rows above 1 those of the last row.
     """
     model, state, total = step.model, step.state, len(ids)
-    fillers = [(_random_ids(model.vocab_size, total, i), (prefill + STAGGER * i) % total) for i in range(1, rows - 1)]
+    fillers = [(random_ids(model.vocab_size, 1, total, i)[0], (prefill + STAGGER * i) % total) for i in range(1, rows - 1)]
     played = [(ids, prefill), *fillers, (ids, prefill)][:rows]  # the ids of each row, and how many of them are prefilled
     judged = {row: torch.empty((total, model.vocab_size), dtype=torch.float32) for row in (0, rows - 1)}
     for slot, (row_ids, prefilled) in enumerate(played):
@@ -176,11 +175,6 @@ def _player(step: DecodeStep, slots: Tensor, graph: bool) -> Callable[[], Tensor
     graphs = DecodeGraphs(step, slots)
     graphs.capture([len(slots)], ["plain"])
     return lambda: graphs.replay(len(slots), "plain").logits
-
-
-def _random_ids(vocab_size: int, count: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return [int(token) for token in torch.randint(vocab_size, (count,), generator=generator)]
 
 
 def _judge(loaded: Loaded, ids: list[int], tensors: dict[str, Tensor], say: Callable[[str], None]) -> dict[str, Verdict]:

@@ -39,7 +39,7 @@ class EngineRun:
         engine.modes.switch(self.ops, self.graph == "on")
         for cached in (engine.cache.k, engine.cache.v):
             cached[..., : shape.depth, :].normal_()
-        ids = _random_ids(engine.model.vocab_size, shape.batch, shape.depth + shape.prompt_len, seed).tolist()
+        ids = random_ids(engine.model.vocab_size, shape.batch, shape.depth + shape.prompt_len, seed)
         # Earlier streams may run longer, so that the batch stays whole until the last one is done.
         spare = _prompt_steps(shape, engine.config.prefill_chunk)
         lengths = [shape.gen_len + (shape.batch - 1 - i) * spare for i in range(shape.batch)]
@@ -92,7 +92,7 @@ class TransformersRun:
     @torch.no_grad()
     def prepare(self, shape: Shape, seed: int) -> None:
         config, device = self._hf.config, self._hf.device
-        self._ids = _random_ids(config.vocab_size, shape.batch, shape.prompt_len, seed)
+        self._ids = torch.tensor(random_ids(config.vocab_size, shape.batch, shape.prompt_len, seed))
         self._cache, self._prompt = self._empty(shape), True
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         size = (shape.batch, config.num_key_value_heads, shape.depth, head_dim)
@@ -134,8 +134,10 @@ class TransformersRun:
         return self._static[shape]
 
 
-def _random_ids(vocab_size: int, batch: int, length: int, seed: int) -> torch.Tensor:
-    return torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+def random_ids(vocab_size: int, batch: int, length: int, seed: int) -> list[list[int]]:
+    """Token ids `[batch, length]` drawn evenly from the vocabulary."""
+    found: list[list[int]] = torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed)).tolist()
+    return found
 
 
 def _synchronize(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 transformers is imported only when a rival or a reference is wanted. Does not own how a rival plays (contenders).
 """
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,6 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.layout import EMBEDDING, LM_HEAD, NORM, pieces
 from runtime.errors import ConfigError
-
-
-def require_transformers() -> None:
-    """Raises ConfigError where transformers is not installed."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("--against transformers needs transformers, which is not installed; `pip install transformers`")
 
 
 def reference(ids: Sequence[int], path: Path | None, decoder: Decoder) -> tuple[Tensor, Tensor | None]:

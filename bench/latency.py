@@ -12,7 +12,7 @@ import torch
 from bench import ladder, report
 from bench.ceiling import Ceiling, measure_ceiling
 from bench.contenders import EngineRun, TransformersRun, needed_len
-from bench.hugging_face import around, require_transformers
+from bench.hugging_face import around
 from bench.output import Output, Report, require_folder
 from bench.plot import has_matplotlib, require_matplotlib, token_time
 from bench.profiled import Counts, profile
@@ -71,8 +71,6 @@ def run(options: LatencyOptions) -> int:
         QuartetError: a model, a file or a combination of flags that cannot be played.
     """
     output = options.output
-    if options.against:
-        require_transformers()
     if options.plot is not None:
         require_matplotlib()
     require_folder(options.profile, "--profile")

@@ -10,6 +10,8 @@ from statistics import median
 
 import torch
 
+from bench.contenders import random_ids
+from bench.steps import back_to_back_us
 from models import load_engine
 from runtime.__main__ import run_door
 from runtime.config import EngineConfig
@@ -25,7 +27,7 @@ REPS = 3
 
 def compare(engine: Engine, batch: int) -> tuple[float, float]:
     """Milliseconds of a step in the loop, and of a replay, at the same positions; means over 200."""
-    ids = torch.randint(engine.model.vocab_size, (batch, CONTEXT), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = random_ids(engine.model.vocab_size, batch, CONTEXT, seed=0)
     for i in range(batch):
         engine.submit(Request(str(i), tuple(ids[i])))
     while len(engine.step()) < batch:  # until all decode
@@ -37,19 +39,13 @@ def compare(engine: Engine, batch: int) -> tuple[float, float]:
     for _ in range(STEPS):
         engine.step()
     loop = time.perf_counter() - start
-    torch.cuda.synchronize()
     engine.state.packed.copy_(before)
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    for _ in range(STEPS):
-        engine.modes.play(batch, "plain")
-    last.record()
-    torch.cuda.synchronize()
+    replay_us = back_to_back_us(lambda: engine.modes.play(batch, "plain"), STEPS, engine.model.device)
     for i in range(batch):
         engine.cancel(str(i))
     while engine.has_work:
         engine.step()
-    return 1e3 * loop / STEPS, first.elapsed_time(last) / STEPS
+    return 1e3 * loop / STEPS, replay_us / 1e3
 
 
 def main(name: str) -> None:
