@@ -93,6 +93,11 @@ class Engine:
         return self._scheduler.num_waiting
 
     @property
+    def num_positions(self) -> int:
+        """Positions of the cache that running requests hold."""
+        return self._scheduler.num_positions
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to tell."""
         return bool(self.num_running or self.num_waiting or self._flights or self._cancelled)

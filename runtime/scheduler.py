@@ -65,6 +65,10 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_positions(self) -> int:
+        return sum(running.length for running in self._running)
+
     def submit(self, request: Request) -> None:
         self._waiting.append(request)
 

@@ -85,8 +85,8 @@ class Service:
         engine = loaded.engine
         self.dispatcher = Dispatcher(engine, settings.max_queue, settings.every_mode)
         self._intake = Intake(engine, loaded.tokenizer, loaded.source.end_ids, settings.defaults)
-        running, waiting = (lambda: self.dispatcher.running), (lambda: self.dispatcher.waiting)
-        self._metrics = Metrics(settings.names[0], running, waiting, self.dispatcher.kv_usage)
+        told = self.dispatcher
+        self._metrics = Metrics(settings.names[0], lambda: told.running, lambda: told.waiting, lambda: told.kv_usage)
         self._names = settings.names
         self._max_len = engine.max_len
         self._facts = {"model": settings.names[0], **facts(loaded)}

@@ -42,15 +42,12 @@ class Call:
 
     Attributes:
         submitted: when it came; admitted: when each of its requests, by index, was given a slot; seconds of time.monotonic.
-        positions: of each of its requests that has a slot, by index, how many positions it holds.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.ids = [request.id for request in requests]
-        self.prompt_lengths = [len(request.prompt_ids) for request in requests]
         self.submitted = time.monotonic()
         self.admitted: dict[int, float] = {}
-        self.positions: dict[int, int] = {}
         self._arrivals: deque[Arrival] = deque()
         self._error: QuartetError | None = None
         self._wake = asyncio.Event()
@@ -91,6 +88,7 @@ class Dispatcher:
     Attributes:
         capacity: requests that can be in at once.
         running, waiting: requests with a slot, and without, as the worker last told.
+        kv_usage: positions in use over positions there are, as it last told.
         stopped: whether no thread touches the engine.
         leaving: set when the server is to end: by whoever hears the signal, or here, since the engine could not start.
         start_failure: why it could not.
@@ -101,6 +99,7 @@ class Dispatcher:
         self.capacity = engine.config.max_slots + max_queue
         self.running = 0
         self.waiting = 0
+        self.kv_usage = 0.0
         self.stopped = True
         self.leaving = asyncio.Event()
         self.start_failure: str | None = None
@@ -138,11 +137,6 @@ class Dispatcher:
             raise NotServingError(f"the server is {self.state}; try again later")
         if count > self.capacity:
             raise RequestError(f"the request asks for {count} answers; at most {self.capacity} can be in at once")
-
-    def kv_usage(self) -> float:
-        """Positions in use over positions there are."""
-        used = sum(sum(call.positions.values()) for call in {call for call, _ in self._calls.values()})
-        return used / (self._engine.config.max_slots * self._engine.max_len)
 
     @contextmanager
     def submit(self, requests: Sequence[Request]) -> Iterator[Call]:
@@ -219,19 +213,16 @@ class Dispatcher:
         if self.state == "starting":
             self.state = "ready"
         self.running, self.waiting = report.running, report.waiting
+        self.kv_usage = report.positions / (self._engine.config.max_slots * self._engine.max_len)
         if report.switched is not None and not (answer := self._switches.popleft()).done():
             answer.set_result(report.switched)
         for request_id in report.admitted:
             call, index = self._calls[request_id]
             call.admitted[index] = report.began
-            call.positions[index] = call.prompt_lengths[index]
         for event in report.events:
             call, index = self._calls[event.request_id]
-            if event.finish is None:
-                call.positions[index] += 1
-            else:
+            if event.finish is not None:
                 del self._calls[event.request_id]
-                call.positions.pop(index, None)
             call.put(Arrival(index, event, report.ended))
         if not self._calls:
             self._idle.set()

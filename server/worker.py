@@ -78,6 +78,7 @@ class Report:
         admitted: ids of the requests that were given a slot.
         began, ended: the step's bounds, seconds of time.monotonic.
         running, waiting: requests with a slot, and without, after the step.
+        positions: of the cache that those with a slot hold.
         switched: the answer to a Switch.
         failure: why no further report will come.
     """
@@ -88,6 +89,7 @@ class Report:
     ended: float = 0.0
     running: int = 0
     waiting: int = 0
+    positions: int = 0
     switched: Switched | None = None
     failure: str | None = None
 
@@ -127,7 +129,8 @@ class Worker:
             self._tell(Report())
             while self._take_messages():
                 if self._engine.has_work:
-                    self._step()
+                    began = time.monotonic()
+                    self._report(self._engine.step(), began)
         except ConfigError as error:  # of `prepare`, when nobody waits yet: the door ends with its words
             self._tell(Report(failure=str(error)))
         except Exception as error:  # whatever it was: those who wait for tokens must hear of it
@@ -181,11 +184,8 @@ class Worker:
             log.info("ops %s, graph %s from now on; streams stood still for %.3f ms", playing.ops, playing.graph, stall_ms)
         self._report([], began, Switched(playing, stall_ms, refusal))
 
-    def _step(self) -> None:
-        began = time.monotonic()
-        self._report(self._engine.step(), began)
-
     def _report(self, events: list[TokenEvent], began: float, switched: Switched | None = None) -> None:
-        running, waiting = self._engine.num_running, self._engine.num_waiting
-        admitted = tuple(self._waiting.popleft() for _ in range(len(self._waiting) - waiting))
-        self._tell(Report(tuple(events), admitted, began, time.monotonic(), running, waiting, switched))
+        engine, ended = self._engine, time.monotonic()
+        admitted = tuple(self._waiting.popleft() for _ in range(len(self._waiting) - engine.num_waiting))
+        counts = (engine.num_running, engine.num_waiting, engine.num_positions)
+        self._tell(Report(tuple(events), admitted, began, ended, *counts, switched))

@@ -213,7 +213,7 @@ class Scripted:
     """An engine that writes down what it is told."""
 
     def __init__(self):
-        self.told, self.has_work, self.num_running, self.num_waiting = [], False, 0, 0
+        self.told, self.has_work, self.num_running, self.num_waiting, self.num_positions = [], False, 0, 0, 0
         self.mode, self.modes = ("unfused", False), self
 
     def prepare(self, every_mode):
