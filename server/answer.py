@@ -4,6 +4,7 @@ Does not know HTTP or the engine, which ends at stop token ids itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from models import Detokenizer
 from runtime.request import FinishReason, Logprobs, TokenEvent
@@ -85,10 +86,11 @@ class _Pattern:
         return self.matched == len(self.stop)
 
 
+@dataclass(eq=False)
 class Answer:
     """One choice as it grows.
 
-    Args:
+    Attributes:
         detokenizer: fed with the produced ids only; it knows the prompt.
         matcher: looks for stop strings in the produced text.
         min_tokens: the text of this many tokens is shown without looking for stops.
@@ -97,50 +99,37 @@ class Answer:
         prompt: ids that are scored with the first token, where it asks for that.
         echo: text in front of the answer.
         scores_only: the one token that the engine must produce is shown and counted nowhere.
-
-    Attributes:
         tokens: tokens produced so far, the one that ended the answer included.
         cached: prompt tokens that were found in the cache.
         finish: why it ended, or None while it grows.
         first_at, last_at: when its tokens came, seconds of time.monotonic; None before the first.
     """
 
-    def __init__(
-        self,
-        detokenizer: Detokenizer | IdText,
-        matcher: StopMatcher,
-        min_tokens: int = 0,
-        end_texts: Mapping[int, str] | None = None,
-        spell: Callable[[int], bytes] | None = None,
-        prompt: Sequence[int] = (),
-        echo: str = "",
-        scores_only: bool = False,
-    ) -> None:
-        self.tokens = 0
-        self.cached = 0
-        self.finish: FinishReason | None = None
-        self.first_at: float | None = None
-        self.last_at: float | None = None
-        self._detokenizer = detokenizer
-        self._matcher = matcher
-        self._min_tokens = min_tokens
-        self._end_texts = end_texts or {}
-        self._spell = spell
-        self._prompt = prompt
-        self._echo = echo
-        self._scores_only = scores_only
-        self._marks: list[Mark] = []
-        self._offset = 0
+    detokenizer: Detokenizer | IdText
+    matcher: StopMatcher
+    min_tokens: int
+    end_texts: Mapping[int, str]
+    spell: Callable[[int], bytes] | None
+    prompt: Sequence[int]
+    echo: str
+    scores_only: bool
+    tokens: int = 0
+    cached: int = 0
+    finish: FinishReason | None = None
+    first_at: float | None = None
+    last_at: float | None = None
+    _marks: list[Mark] = field(default_factory=list)
+    _offset: int = 0
 
     def push(self, event: TokenEvent) -> str:
         """Take the next token and the engine's verdict on it; the text to show for it, often empty at the end."""
         assert self.finish is None
         assert event.token is not None
         self.cached = event.cached
-        for token, scored in zip(self._prompt, event.prompt_logprobs or (), strict=False):
+        for token, scored in zip(self.prompt, event.prompt_logprobs or (), strict=False):
             self._mark(token, scored)
-        echo, self._echo = self._echo, ""
-        if self._scores_only:
+        echo, self.echo = self.echo, ""
+        if self.scores_only:
             self.finish = "length"
             return echo
         self.tokens += 1
@@ -150,30 +139,30 @@ class Answer:
 
     def take_marks(self) -> list[Mark] | None:
         """What is to be told of the tokens since the last call; None where nothing was asked for."""
-        if self._spell is None:
+        if self.spell is None:
             return None
         marks, self._marks = self._marks, []
         return marks
 
     def _text(self, token: int, finish: FinishReason | None) -> str:
         if finish == "stop":
-            text = self._detokenizer.flush()
+            text = self.detokenizer.flush()
         else:
-            text = self._detokenizer.push([token])
+            text = self.detokenizer.push([token])
             if finish == "length":
-                text += self._detokenizer.flush()
-        if self.tokens > self._min_tokens:
-            text = self._matcher.push(text)
-        self.finish = "stop" if self._matcher.found else finish
+                text += self.detokenizer.flush()
+        if self.tokens > self.min_tokens:
+            text = self.matcher.push(text)
+        self.finish = "stop" if self.matcher.found else finish
         if self.finish is not None:
-            text += self._matcher.flush()
+            text += self.matcher.flush()
         if finish == "stop":
-            text += self._end_texts.get(token, "")
+            text += self.end_texts.get(token, "")
         return text
 
     def _mark(self, token: int, scored: Logprobs | None) -> None:
-        assert self._spell is not None
-        spelling, spell = self._spell(token), self._spell
+        assert self.spell is not None
+        spelling, spell = self.spell(token), self.spell
         top = () if scored is None else tuple((spell(other), logprob) for other, logprob in scored.top)
         self._marks.append(Mark(spelling, None if scored is None else scored.logprob, top, self._offset))
         self._offset += sum(byte & 0xC0 != 0x80 for byte in spelling)  # characters begin with such a byte

@@ -132,13 +132,13 @@ class Intake:
 
     def _answer(self, wanted: GenerationRequest, ids: list[int], echo: str, special: dict[int, str]) -> Answer:
         return Answer(
-            IdText() if self._tokenizer is None else self._tokenizer.stream(ids),
-            StopMatcher(wanted.stop, wanted.include_stop_str_in_output),
-            wanted.min_tokens,
-            special if wanted.include_stop_str_in_output else {},
-            None if wanted.alternatives is None else self._spell,
-            ids,
-            echo,
+            detokenizer=IdText() if self._tokenizer is None else self._tokenizer.stream(ids),
+            matcher=StopMatcher(wanted.stop, wanted.include_stop_str_in_output),
+            min_tokens=wanted.min_tokens,
+            end_texts=special if wanted.include_stop_str_in_output else {},
+            spell=None if wanted.alternatives is None else self._spell,
+            prompt=ids,
+            echo=echo,
             scores_only=wanted.limit == 0,
         )
 

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -21,7 +21,7 @@ from server.intake import Job
 from server.logs import tell
 from server.metrics import Metrics
 from server.schema import StreamOptions
-from server.shapes import Envelope, Mark, Usage, usage
+from server.shapes import Envelope, Mark, Piece, Usage, usage
 
 log = logging.getLogger(__name__)
 
@@ -36,31 +36,18 @@ STREAM_HEADERS = [
 ]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What one token adds to choice `index`."""
-
-    index: int
-    text: str
-    finish: FinishReason | None
-    marks: list[Mark] | None
-    first: bool
-
-
+@dataclass(eq=False)
 class Reply:
     """An ASGI response that runs a job and sends what it gives: whole, or as a stream with what `options` ask for."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, metrics: Metrics, job: Job, envelope: Envelope, stream: bool, options: StreamOptions
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._metrics = metrics
-        self._job = job
-        self._envelope = envelope
-        self._streamed = stream
-        self._options = options
-        self._began = 0.0  # seconds of time.monotonic, as all times here
-        self._started: set[int] = set()  # choices that have shown something
+    dispatcher: Dispatcher
+    metrics: Metrics
+    job: Job
+    envelope: Envelope
+    streamed: bool
+    options: StreamOptions
+    _began: float = 0.0  # seconds of time.monotonic, as all times here
+    _started: set[int] = field(default_factory=set)  # choices that have shown something
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the reply.
@@ -71,10 +58,10 @@ class Reply:
         state = scope["state"]
         self._began, gone, call = state["began"], False, None
         try:
-            with self._dispatcher.submit(self._job.requests) as call:
+            with self.dispatcher.submit(self.job.requests) as call:
                 watch = asyncio.create_task(_watch(receive, call))
                 try:
-                    await (self._stream(call, send) if self._streamed else self._whole(call, send))
+                    await (self._stream(call, send) if self.streamed else self._whole(call, send))
                 finally:
                     watch.cancel()
         except ClientGoneError:
@@ -85,13 +72,13 @@ class Reply:
                 self._tell(call, "cancelled" if gone else "error")
 
     def _usage(self) -> Usage:
-        answers = self._job.answers
-        cached = sum(answer.cached for answer in answers[:: self._job.choices])
-        return usage(self._job.prompt_tokens, sum(answer.tokens for answer in answers), cached)
+        answers = self.job.answers
+        cached = sum(answer.cached for answer in answers[:: self.job.choices])
+        return usage(self.job.prompt_tokens, sum(answer.tokens for answer in answers), cached)
 
     async def _pieces(self, call: Call) -> AsyncIterator[Piece]:
         """Each token's piece until every choice has ended. Tokens behind a stop string are dropped and counted nowhere."""
-        answers: Sequence[Answer] = self._job.answers
+        answers: Sequence[Answer] = self.job.answers
         growing = len(answers)
         while growing:
             arrival = await call.next()
@@ -106,7 +93,7 @@ class Reply:
             if answer.finish is not None:
                 growing -= 1
                 if event.finish is None:
-                    self._dispatcher.cancel(call.ids[index])
+                    self.dispatcher.cancel(call.ids[index])
             if text or answer.finish is not None:
                 first = index not in self._started
                 self._started.add(index)
@@ -114,14 +101,14 @@ class Reply:
 
     def _measure(self, call: Call, index: int, at: float) -> None:
         """Take down when an answer's token came, and what that says."""
-        metrics, answer = self._metrics, self._job.answers[index]
+        metrics, answer = self.metrics, self.job.answers[index]
         if answer.first_at is None:
             admitted = call.admitted.get(index, at)
             metrics.queue(admitted - call.submitted)
             metrics.prefill(at - admitted)
             metrics.first_token(at - self._began)
-            if index % self._job.choices == 0:
-                metrics.prompt_tokens(len(self._job.requests[index].prompt_ids))
+            if index % self.job.choices == 0:
+                metrics.prompt_tokens(len(self.job.requests[index].prompt_ids))
                 metrics.cached_tokens(answer.cached)
             answer.first_at = at
         else:
@@ -134,7 +121,7 @@ class Reply:
             metrics.end_to_end(at - self._began)
 
     async def _whole(self, call: Call, send: Send) -> None:
-        texts = [""] * len(self._job.answers)
+        texts = [""] * len(self.job.answers)
         marks: list[list[Mark]] = [[] for _ in texts]
         scored = False
         async for piece in self._pieces(call):
@@ -142,12 +129,12 @@ class Reply:
             if piece.marks is not None:
                 scored = True
                 marks[piece.index] += piece.marks
-        choice = self._envelope.shape.choice
+        choice = self.envelope.shape.choice
         choices = [
-            choice(index, texts[index], answer.finish, marks[index] if scored else None)
-            for index, answer in enumerate(self._job.answers)
+            choice(Piece(index, texts[index], answer.finish, marks[index] if scored else None, first=True))
+            for index, answer in enumerate(self.job.answers)
         ]
-        body = encode(self._envelope.whole(choices, self._usage()))
+        body = encode(self.envelope.whole(choices, self._usage()))
         length = (b"content-length", str(len(body)).encode())
         await send({"type": "http.response.start", "status": 200, "headers": [*JSON_HEADERS, length]})
         await send({"type": "http.response.body", "body": body})
@@ -158,8 +145,8 @@ class Reply:
             async for piece in self._pieces(call):
                 for chunk in self._chunks(piece):
                     await _send_event(send, chunk)
-            if self._options.include_usage:
-                await _send_event(send, {**self._envelope.chunk([]), "usage": self._usage()})
+            if self.options.include_usage:
+                await _send_event(send, {**self.envelope.chunk([]), "usage": self._usage()})
         except ClientGoneError:
             raise
         except QuartetError as error:
@@ -172,26 +159,22 @@ class Reply:
 
     def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """A piece's events: a token with its text; the length's end rides on it, a stop has an empty chunk of its own."""
-        delta, index = self._envelope.shape.delta, piece.index
-        nothing: list[Mark] | None = None if piece.marks is None else []
-        if piece.finish != "stop":
-            deltas = [delta(index, piece.text, piece.finish, piece.marks, piece.first)]
-        elif piece.text:
-            deltas = [delta(index, piece.text, None, piece.marks, piece.first), delta(index, "", "stop", nothing, False)]
-        else:
-            deltas = [delta(index, "", "stop", piece.marks, piece.first)]
-        chunks = [self._envelope.chunk([each]) for each in deltas]
-        if self._options.include_usage:
-            used = self._usage() if self._options.continuous_usage_stats else None
+        pieces = [piece]
+        if piece.finish == "stop" and piece.text:
+            end = replace(piece, text="", marks=None if piece.marks is None else [], first=False)
+            pieces = [replace(piece, finish=None), end]
+        chunks = [self.envelope.chunk([self.envelope.shape.delta(each)]) for each in pieces]
+        if self.options.include_usage:
+            used = self._usage() if self.options.continuous_usage_stats else None
             chunks = [{**chunk, "usage": used} for chunk in chunks]
         return chunks
 
     def _tell(self, call: Call, unfinished: FinishReason) -> None:
         """The request's one line; `unfinished` says what became of answers without an end."""
-        used, answers = self._usage(), self._job.answers
+        used, answers = self._usage(), self.job.answers
         reasons = [answer.finish or unfinished for answer in answers]
         for reason in reasons:
-            self._metrics.ended(reason)
+            self.metrics.ended(reason)
         began = [answer.first_at for answer in answers if answer.first_at is not None]
         ended = [answer.last_at for answer in answers if answer.last_at is not None]
         gaps = max(answer.tokens for answer in answers) - 1

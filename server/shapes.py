@@ -156,6 +156,22 @@ class Mark:
     offset: int
 
 
+@dataclass(frozen=True)
+class Piece:
+    """What one token adds to choice `index`; or a whole choice.
+
+    Attributes:
+        marks: None where none were asked for.
+        first: whether it is the choice's first.
+    """
+
+    index: int
+    text: str
+    finish: FinishReason | None
+    marks: Sequence[Mark] | None
+    first: bool
+
+
 class CompletionShape:
     """/v1/completions."""
 
@@ -163,23 +179,19 @@ class CompletionShape:
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def choice(self, index: int, text: str, finish: FinishReason | None, marks: Sequence[Mark] | None) -> dict[str, Any]:
-        """A whole choice; marks are None where none were asked for."""
+    def choice(self, whole: Piece) -> dict[str, Any]:
+        """A whole choice."""
         logprobs: CompletionLogprobs | None = None
-        if marks is not None:
+        if (marks := whole.marks) is not None:
             logprobs = {
                 "tokens": [_name(mark.spelling) for mark in marks],
                 "token_logprobs": [None if mark.logprob is None else max(mark.logprob, LEAST_LOGPROB) for mark in marks],
                 "top_logprobs": [None if mark.logprob is None else _by_name(mark.top) for mark in marks],
                 "text_offset": [mark.offset for mark in marks],
             }
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": whole.index, "text": whole.text, "logprobs": logprobs, "finish_reason": whole.finish}
 
-    def delta(
-        self, index: int, text: str, finish: FinishReason | None, marks: Sequence[Mark] | None, first: bool
-    ) -> dict[str, Any]:
-        """A piece of a choice; `first` marks the choice's first piece, and no text is an empty delta."""
-        return self.choice(index, text, finish, marks)
+    delta = choice  # a piece has the same form
 
 
 class ChatShape:
@@ -189,15 +201,17 @@ class ChatShape:
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def choice(self, index: int, text: str, finish: FinishReason | None, marks: Sequence[Mark] | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text}
-        return {"index": index, "message": message, "logprobs": self._logprobs(marks), "finish_reason": finish}
+    def choice(self, whole: Piece) -> dict[str, Any]:
+        return self._with("message", {"role": "assistant", "content": whole.text}, whole)
 
-    def delta(
-        self, index: int, text: str, finish: FinishReason | None, marks: Sequence[Mark] | None, first: bool
-    ) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": text} if first else {"content": text} if text else {}
-        return {"index": index, "delta": delta, "logprobs": self._logprobs(marks), "finish_reason": finish}
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        """A piece of a choice; no text is an empty delta."""
+        role = {"role": "assistant"} if piece.first else {}
+        return self._with("delta", {**role, "content": piece.text} if role or piece.text else {}, piece)
+
+    def _with(self, name: str, content: dict[str, str], piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(piece.marks)
+        return {"index": piece.index, name: content, "logprobs": logprobs, "finish_reason": piece.finish}
 
     def _logprobs(self, marks: Sequence[Mark] | None) -> ChatLogprobs | None:
         if marks is None:
