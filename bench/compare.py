@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.output import Output, Report
+from bench.report import cell_name
 from bench.samples import INTERVAL, Reps, percentile, ratio_interval
 from runtime.errors import ConfigError
 
@@ -22,23 +23,20 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
-        assert isinstance(result["bench"], str)
-    except (OSError, ValueError, IndexError, KeyError, TypeError, AssertionError) as error:
-        raise ConfigError(
-            f"{path} holds no result of a bench command; write one with `-o json --output {path.name}`"
-        ) from error
-    return dict(result)
+    except (OSError, ValueError, IndexError):
+        result = None
+    if not isinstance(result, dict) or not isinstance(result.get("bench"), str):
+        raise ConfigError(f"{path} holds no result of a bench command; write one with `-o json --output {path.name}`")
+    return result
 
 
 def samples(result: dict[str, Any]) -> dict[str, Reps]:
     """What was timed, by name, as samples of each rep."""
     if result["bench"] == "latency":
         return {
-            f"{c['ops']}/{c['graph']} batch {c['batch']} depth {c['depth']} pp{c['prompt_len']} tg{c['gen_len']} ITL ms": c[
-                "raw"
-            ]["itl_ms"]
-            for c in result["cells"]
-            if c["raw"]["itl_ms"]
+            f"{cell_name(cell)} pp{cell['prompt_len']} tg{cell['gen_len']} ITL ms": cell["raw"]["itl_ms"]
+            for cell in result["cells"]
+            if cell["raw"]["itl_ms"]
         }
     return {name: [[each] for each in found] for name, found in result.get("measured", {}).items() if found}
 
@@ -60,12 +58,12 @@ def run(first: Path, second: Path, threshold: float, output: Output) -> int:
     if not common:
         raise ConfigError(f"{first} and {second} have nothing timed in common; compare runs with the same flags")
     rows = [_row(name, ours[name], theirs[name], threshold) for name in common]
-    apart = [f"{key} {a['environment'].get(key)} and {b['environment'].get(key)}" for key in SAME if _differ(a, b, key)]
+    machines = {key: [each["environment"].get(key) for each in (a, b)] for key in SAME}
     notes = [
         f"A: {first}",
         f"B: {second}",
         f"B may be slower by {100 * threshold:g} %",
-        *(f"differs: {words}" for words in apart),
+        *(f"differs: {key} {one} and {other}" for key, (one, other) in machines.items() if one != other),
     ]
     missing = sorted(set(ours) ^ set(theirs))
     output.begin(f"bench compare: {a['bench']}", [*notes, *(f"only in one of them: {name}" for name in missing)])
@@ -84,7 +82,3 @@ def _row(name: str, ours: Reps, theirs: Reps, threshold: float) -> dict[str, Any
             verdict = word
     low, high = interval or (None, None)
     return {"what": name, "A": a, "B": b, "B / A": b / a if a else None, "from": low, "to": high, "verdict": verdict}
-
-
-def _differ(a: dict[str, Any], b: dict[str, Any], key: str) -> bool:
-    return bool(a["environment"].get(key) != b["environment"].get(key))

@@ -32,7 +32,6 @@ class EngineRun:
         self.ops = ops
         self.graph = graph
         self._requests: list[Request] = []
-        self._stream: dict[str, int] = {}
 
     def prepare(self, shape: Shape, seed: int) -> None:
         engine = self.engine
@@ -43,10 +42,7 @@ class EngineRun:
         # Earlier streams may run longer, so that the batch stays whole until the last one is done.
         spare = _prompt_steps(shape, engine.config.prefill_chunk)
         lengths = [shape.gen_len + (shape.batch - 1 - i) * spare for i in range(shape.batch)]
-        self._requests = [
-            Request(f"{seed}-{i}", tuple(ids[i]), max_tokens=lengths[i], cached=shape.depth) for i in range(shape.batch)
-        ]
-        self._stream = {request.id: i for i, request in enumerate(self._requests)}
+        self._requests = [Request(str(i), tuple(ids[i]), max_tokens=lengths[i], cached=shape.depth) for i in range(shape.batch)]
         _synchronize(engine.model.device)
 
     def submit(self) -> None:
@@ -61,7 +57,7 @@ class EngineRun:
             if event.finish == "error":
                 raise RequestError(f"request {event.request_id}: {event.message}")
             if event.token is not None:
-                streams.append(self._stream[event.request_id])
+                streams.append(int(event.request_id))
         return streams
 
     def finish(self) -> None:

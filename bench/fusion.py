@@ -54,14 +54,7 @@ def _row(variant: Variant, rates: Rates, device: torch.device) -> tuple[dict[str
     """A table's row and its samples. What cannot be played is told in the row: other variants go on."""
     moved = sum(each for each, _ in variant.kernels)
     row: dict[str, Any] = {"variant": variant.name, "kernels": len(variant.kernels), "MB": moved / 1e6}
-    row |= {
-        "predicted us": variant.predicted_us(rates),
-        "us": None,
-        "GB/s": None,
-        "registers": None,
-        "spills": None,
-        "note": None,
-    }
+    row |= {"predicted us": variant.predicted_us(rates), **dict.fromkeys(("us", "GB/s", "registers", "spills", "note"))}
     if device.type != "cuda":
         return row, None
     samples = None

@@ -125,7 +125,9 @@ async def play(options: HttpOptions) -> tuple[dict[str, Any], list[Answer], list
     limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
     async with httpx.AsyncClient(base_url=base, headers=headers, timeout=TIMEOUT_SECONDS, limits=limits) as client:
         server = await _server(client, options)
-        options.output.begin(f"bench http: {server['model']} at {options.url}", _notes(options))
+        sent = f"{options.requests} requests, {options.concurrency} at once, behind {options.warmup} uncounted"
+        shape = f"{options.prompt_len} prompt tokens of random ids, {options.gen_len} answer tokens, greedy, no end ids"
+        options.output.begin(f"bench http: {server['model']} at {options.url}", [sent, shape])
         bodies = [_body(options, server["model"], number) for number in range(options.warmup + options.requests)]
         answers: list[Answer] = []
         failures: list[str] = []
@@ -172,25 +174,12 @@ def _body(options: HttpOptions, model: str, number: int) -> dict[str, Any]:
     }
 
 
-def _notes(options: HttpOptions) -> list[str]:
-    return [
-        f"{options.requests} requests, {options.concurrency} at once, behind {options.warmup} uncounted",
-        f"{options.prompt_len} prompt tokens of random ids, {options.gen_len} answer tokens, greedy, no end ids",
-    ]
-
-
 def run(options: HttpOptions) -> int:
     """Measure and report; exit code 1 if a request failed."""
     server, answers, failures, seconds = asyncio.run(play(options))
     result = result_of(options, server, answers, failures, seconds)
-    rows = [
-        {
-            "": name,
-            **{rank: result[f"{rank}_{name}"] for rank in ("mean", "p50", "p90", "p99", "max")},
-            "n": result[f"n_{name}"],
-        }
-        for name in ("ttft_ms", "itl_ms", "tpot_ms")
-    ]
+    ranks = ("mean", "p50", "p90", "p99", "max", "n")
+    rows = [{"": name, **{rank: result[f"{rank}_{name}"] for rank in ranks}} for name in ("ttft_ms", "itl_ms", "tpot_ms")]
     footnotes = [f"{name}: {formula}" for name, formula in FORMULAS.items()]
     footnotes += [
         f"percentiles: {METHOD}",

@@ -45,20 +45,22 @@ class LaunchCost:
 def measure(device: torch.device) -> list[LaunchCost]:
     """Every way to launch that this device has; a second or so."""
     x = torch.zeros(1, device=device)
+
+    def tiny() -> None:
+        _tiny_kernel[(1,)](x, PDL=False, num_warps=1)
+
+    def tiny_pdl() -> None:
+        _tiny_kernel[(1,)](x, PDL=True, num_warps=1, launch_pdl=True)
+
+    def node(name: str, play: Play) -> LaunchCost:
+        return LaunchCost(name, None, [us / NODES for us in samples_us(graph_of(play, NODES), device)])
+
     costs = [_launched("torch op", lambda: x.add_(1.0), device)]
-    if device.type != "cuda":
-        return costs
-    costs.append(_launched("Triton launch", lambda: _tiny_kernel[(1,)](x, PDL=False, num_warps=1), device))
-    pdl_too = torch.cuda.get_device_capability(device) >= (9, 0)
-    for pdl in (False, True) if pdl_too else (False,):
-
-        def tiny(pdl: bool = pdl) -> None:
-            _tiny_kernel[(1,)](x, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {}))
-
-        each = graph_of(tiny, NODES)
-        samples = [us / NODES for us in samples_us(each, device)]
-        costs.append(LaunchCost("graph node with PDL" if pdl else "graph node", None, samples))
-    costs.append(_launched("graph of one node", graph_of(lambda: _tiny_kernel[(1,)](x, PDL=False, num_warps=1), 1), device))
+    if device.type == "cuda":
+        costs += [_launched("Triton launch", tiny, device), node("graph node", tiny)]
+        if torch.cuda.get_device_capability(device) >= (9, 0):
+            costs.append(node("graph node with PDL", tiny_pdl))
+        costs.append(_launched("graph of one node", graph_of(tiny, 1), device))
     return costs
 
 

@@ -81,12 +81,12 @@ def cell_json(cell: Cell, counts: Counts | str | None, ceiling: Ceiling) -> dict
 def split(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Where a token's time goes in each cell that was profiled, by PARTS; the parts add up to ITL p50."""
     known = [cell for cell in cells if cell["profile"] is not None and cell["p50_itl_ms"]]
-    idle = {_name(cell): max(0.0, cell["p50_itl_ms"] - max(cell["floor_ms"], cell["profile"]["busy_ms"])) for cell in known}
+    idle = {cell_name(cell): max(0.0, cell["p50_itl_ms"] - max(cell["floor_ms"], cell["profile"]["busy_ms"])) for cell in known}
     found = []
     for cell in known:
-        wall, rest = cell["p50_itl_ms"], idle[_name(cell)]
+        wall, rest = cell["p50_itl_ms"], idle[cell_name(cell)]
         floor = min(cell["floor_ms"], wall)
-        gaps = rest if cell["graph"] == "on" else min(rest, idle.get(_name({**cell, "graph": "on"}), 0.0))
+        gaps = rest if cell["graph"] == "on" else min(rest, idle.get(cell_name({**cell, "graph": "on"}), 0.0))
         found.append({"name": label(cell), "floor": floor, "kernels": wall - rest - floor, "gaps": gaps, "host": rest - gaps})
     return found
 
@@ -102,8 +102,8 @@ def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         interval = ratio_interval(first["raw"]["itl_ms"], cell["raw"]["itl_ms"], paired=True)
         table.append(
             {
-                "cell": _name(cell),
-                "over": _name(first),
+                "cell": cell_name(cell),
+                "over": cell_name(first),
                 "ratio of ITL p50": cell["p50_itl_ms"] / first["p50_itl_ms"],
                 "from": interval[0] if interval else None,
                 "to": interval[1] if interval else None,
@@ -200,12 +200,12 @@ def footnotes(result: dict[str, Any]) -> list[str]:
         lines.append("start costs: not measured; --start measures them, cold and warm, on a GPU")
     lines.append(f"failed passes: {result['failures']}")
     for cell in cells:
-        lines += [f"failed: {_name(cell)}, {text}" for text in cell["failures"]]
-        lines += [f"not profiled: {_name(cell)}, {cell['profile_note']}"] if cell["profile_note"] else []
+        lines += [f"failed: {cell_name(cell)}, {text}" for text in cell["failures"]]
+        lines += [f"not profiled: {cell_name(cell)}, {cell['profile_note']}"] if cell["profile_note"] else []
     return [*lines, *(f"warning: {text}" for text in result["warnings"])]
 
 
-def _name(cell: dict[str, Any]) -> str:
+def cell_name(cell: dict[str, Any]) -> str:
     return f"{cell['ops']}/{cell['graph']} batch {cell['batch']} depth {cell['depth']}"
 
 

@@ -43,8 +43,8 @@ def run(options: StepsOptions, gpu: str) -> int:
         gpu: "h200" takes the figures on record, "measured" this device's, measured now.
     """
     source, output = options.source(), options.output
-    config, dtype = source.config, options.settled(source.config.dtype).dtype
-    device = torch.device(options.settled(dtype).device)
+    settled = options.settled(source.config.dtype)
+    config, dtype, device = source.config, settled.dtype, torch.device(settled.device)
     ceilings = measure_ceilings(device) if gpu == "measured" else H200
     plan: Plan = {
         (batch, ops): step_launches(config, dtype, batch, options.context, ops)
