@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.layout import EMBEDDING, LM_HEAD, NORM, pieces
+from models.layout import EMBEDDING, LM_HEAD, part, pieces
 from runtime.errors import ConfigError
 
 
@@ -57,28 +57,13 @@ def around(decoder: Decoder, path: Path | None, dtype: torch.dtype, attention: s
     config = AutoConfig.from_pretrained(path, local_files_only=True) if path is not None else _config(decoder.config)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    state = {}
-    for piece in pieces(decoder.config):
-        rows = slice(piece.row, piece.row + piece.shape[0])  # of merged weights, a view
-        state[piece.source] = _weight(decoder, piece.target)[rows].to(dtype)
+    state = {piece.source: part(decoder.weights, piece).to(dtype) for piece in pieces(decoder.config)}
     if decoder.config.tied:
         state[LM_HEAD] = state[EMBEDDING]
     hf.load_state_dict(state, assign=True)
     # Its frequencies are a buffer that no checkpoint holds, so they are still on "meta".
     hf.model.rotary_emb = type(hf.model.rotary_emb)(config=hf.config).to(decoder.device)
     return hf.eval()
-
-
-def _weight(decoder: Decoder, target: str) -> Tensor:
-    """The decoder's tensor behind a target of `models.layout.pieces`, such as model.layers.3.self_attn.qkv_proj.weight."""
-    around_layers = {EMBEDDING: decoder.embedding, NORM: decoder.norm, LM_HEAD: decoder.lm_head.weight}
-    if target in around_layers:
-        return around_layers[target]
-    _, _, number, *_, module, kind = target.split(".")
-    layer = decoder.layers[int(number)]
-    found = getattr(layer.attention if module in ("q_norm", "k_norm") else layer, module)
-    weight: Tensor = found if isinstance(found, Tensor) else getattr(found, kind)
-    return weight
 
 
 def _config(config: ModelConfig) -> Any:

@@ -49,12 +49,13 @@ class Decoder:
     """A decoder on one device, in one dtype. Implements runtime.decode_step.Model.
 
     Args:
-        weights: every target of `layout.pieces(config)`, filled.
+        weights: every target of `layout.pieces(config)`, filled; kept under these names too.
         max_len: positions the rotary tables hold; nothing may be placed past them.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], max_len: int) -> None:
         self.config = config
+        self.weights = weights
         self.embedding = weights[EMBEDDING]
         self.norm = weights[NORM]
         self.lm_head = Linear(self.embedding if config.tied else weights[LM_HEAD])
