@@ -249,6 +249,6 @@ def _window(fields: Fields, family: str) -> int | None:
 
 
 def _dtype(fields: Fields) -> str:
-    """What the config says is stored; the weight files have the last word (weights.WeightFiles.dtype)."""
+    """What the config says is stored; the weight files have the last word (weights.WeightFiles.settle)."""
     named = (str(fields.data.get(key)).removeprefix("torch.") for key in ("dtype", "torch_dtype"))
     return next((name for name in named if name in DTYPE_BYTES), "bfloat16")

@@ -1,7 +1,7 @@
 """Owns finding a model: what MODEL names, the fetch from the Hugging Face hub, which ids end an answer. Loads no weights."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -106,10 +106,10 @@ def find_model(name: str, revision: str | None = None, weights: bool = True, fet
             raise CheckpointError(f"{name} is unknown; random models: {', '.join(random_weights.SHAPES)}")
         return ModelSource(name, name, None, shape).with_random_weights()
     if name == "demo":
-        source = _read_folder(name, "demo", demo_folder(), weights)
+        source = _read(name, "demo", demo_folder(), weights)
         return replace(source, note="demo model: SmolLM2-135M-Instruct, 4-bit weights (Q4_1) widened to bfloat16")
     if name and folder.is_dir():
-        return _read_folder(name, folder.resolve().name, folder, weights)
+        return _read(name, folder.resolve().name, folder, weights)
     if name and folder.is_file() and folder.suffix == ".gguf":
         return _read_gguf(name, folder)
     if name and folder.exists():
@@ -162,25 +162,23 @@ def _from_hub(name: str, revision: str | None, weights: bool, fetch: bool) -> Mo
         path = Path(snapshot_download(name, revision=revision, allow_patterns=DESCRIPTION))
         ModelConfig.from_dir(path)
         if not weights or not fetch:
-            return _read(name, name, path, WeightFiles.of_folder(path, header) if weights else None)
+            return _read(name, name, path, weights, header)
         path = Path(snapshot_download(name, revision=revision, allow_patterns=[*DESCRIPTION, *file_names(path)]))
     except QuartetError:
         raise
     except Exception as error:  # the hub's client has changed its HTTP library, and with it what it raises, more than once
         words = next(words for kind, words in HUB_ERRORS.items() if isinstance(error, kind))
         raise CheckpointError(f"{name!r} {words.format(name=name, revision=revision, reason=one_line(error))}") from error
-    return _read(name, name, path, WeightFiles.of_folder(path))
+    return _read(name, name, path)
 
 
-def _read_folder(name: str, label: str, path: Path, weights: bool) -> ModelSource:
-    ModelConfig.from_dir(path)  # a kind that is not run is refused before its files are looked for
-    return _read(name, label, path, WeightFiles.of_folder(path) if weights else None)
-
-
-def _read(name: str, label: str, path: Path, files: WeightFiles | None) -> ModelSource:
-    config = ModelConfig.from_dir(path)
-    if files is not None:
-        config, surprises = files.settle(config)
+def _read(
+    name: str, label: str, path: Path, weights: bool = True, opened: Callable[[Path], dict[str, Entry]] = open_file
+) -> ModelSource:
+    """A folder; `opened` says what its weight files hold, as in `WeightFiles.of_folder`."""
+    config = ModelConfig.from_dir(path)  # a kind that is not run is refused before its files are looked for
+    if weights:
+        config, surprises = WeightFiles.of_folder(path, opened).settle(config)
         for sentence in surprises:
             log.warning("%s: %s", path, sentence)
     return ModelSource(name, label, path, config, end_ids(path, config.vocab_size), sampling_defaults(path))

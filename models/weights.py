@@ -44,16 +44,16 @@ class WeightFiles:
         self._unlisted = list(unlisted)
 
     @classmethod
-    def of_folder(cls, path: Path, opened: Callable[[Path], dict[str, Entry]] | None = None) -> "WeightFiles":
+    def of_folder(cls, path: Path, opened: Callable[[Path], dict[str, Entry]] = open_file) -> "WeightFiles":
         """The tensors of a folder: an index says which file holds each; without one, model.safetensors is all there is.
 
         Args:
-            opened: what `open_file` says of a path, where the file itself lies elsewhere.
+            opened: tells what a file holds; another one where it lies elsewhere.
 
         Raises:
             CheckpointError: no weights, a file absent or damaged, or an index that contradicts its files or leaves the folder.
         """
-        files = {name: (opened or open_file)(path / name) for name in file_names(path)}
+        files = {name: opened(path / name) for name in file_names(path)}
         if not (path / INDEX).is_file():
             return cls(str(path), files[SINGLE])
         if (path / SINGLE).exists() and SINGLE not in files:
