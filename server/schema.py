@@ -5,7 +5,7 @@ known, not built and would change the answer are refused with code `unsupported_
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
@@ -118,10 +118,9 @@ class GenerationRequest(Strict):
         Raises:
             RequestError: a value out of range.
         """
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        given = {name: getattr(self, name) for name in names}
+        pairs = {name: (getattr(self, name), default) for name, default in asdict(defaults).items()}
         return SamplingParams(
-            **{name: getattr(defaults, name) if value is None else value for name, value in given.items()},
+            **{name: default if given is None else given for name, (given, default) in pairs.items()},
             seed=seed if self.seed is None else self.seed,
             choice=choice,
             presence_penalty=self.presence_penalty,
