@@ -87,6 +87,9 @@ def settings(args: argparse.Namespace, label: str, sampling: Mapping[str, Any] |
         value = getattr(args, name)
         if value is not None and not value >= least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {least} or above")
+    for name in ("served_model_name", "cors_origins"):
+        if "" in (getattr(args, name) or ()):
+            raise ConfigError(f"--{name.replace('_', '-')} holds an empty word; leave it out or give one")
     if args.api_key == "":
         raise ConfigError("--api-key is empty, which would lock nothing; leave it out or give a key")
     if not 0 <= args.port <= 65535:

@@ -3,6 +3,7 @@
 Does not know routes or bodies. Pure ASGI: nothing is buffered.
 """
 
+import asyncio
 import hmac
 import logging
 import re
@@ -24,6 +25,7 @@ from server.errors import (
     ClientGoneError,
     ForeignPageError,
     MediaTypeError,
+    NotServingError,
     UnauthorizedError,
     encode,
     error_object,
@@ -74,6 +76,10 @@ class Gate:
             await self._app(scope, receive, send_with_id)
         except ClientGoneError as error:
             log.info("refused: %s", error)
+        except asyncio.CancelledError:  # the server ends and waits no longer
+            if started:
+                raise
+            await error_response(NotServingError("the server is draining; try again later"))(scope, receive, send_with_id)
         except Exception as error:
             if not isinstance(error, QuartetError):
                 log.exception("failed by a mistake of ours")
@@ -101,10 +107,17 @@ def refuse_foreign_pages(headers: Headers) -> None:
         MediaTypeError: a content type that browsers send without asking first.
     """
     origin = headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+    if origin is not None and _host(origin) != headers.get("host", "").lower():
         raise ForeignPageError("a page of another origin may not do this; call it from this server's own pages or from no page")
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise MediaTypeError("the content type is not application/json; send `Content-Type: application/json`")
+
+
+def _host(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def error_response(error: QuartetError) -> Response:

@@ -101,7 +101,10 @@ class Intake:
         """A prompt's ids, and what to show of it."""
         if isinstance(prompt, list):
             known = echo and all(0 <= token < self._engine.model.vocab_size for token in prompt)
-            return prompt, self._words.decode(prompt) if known else ""
+            if not known:
+                return prompt, ""
+            shown = self._words.decode(prompt) if self._tokenizer is None else self._tokenizer.decode(prompt, False)
+            return prompt, shown
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer; send the prompt as token ids", "prompt")
         return self._tokenizer.encode(prompt), prompt if echo else ""

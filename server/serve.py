@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -27,7 +28,21 @@ LAST_WORDS_SECONDS = 1
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP with refusals in the API's form and an end to headers."""
+    """uvicorn's HTTP with refusals in the API's form, an end to headers, and disconnects told to pipelined requests too."""
+
+    _cycles: Sequence[Any] = ()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.pipeline.clear()
+        for cycle in self._cycles:  # uvicorn itself tells the newest alone, which may not be the one that runs
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -37,6 +37,16 @@ def test_fifty_clients_that_reset_their_connection_leave_nothing_behind(letters,
     assert first_token_seconds(letters) < 5 * alone + 0.1
 
 
+def test_pipelined_requests_of_a_client_that_resets_are_all_cancelled(letters, caplog):
+    """uvicorn tells a connection's newest request alone: the one that ran went on to its end, and each wrote a traceback."""
+    with letters.send(TEXT, n=2, **ENDLESS) as sock:
+        sock.sendall(2 * raw_request(TEXT, json.dumps({**ENDLESS, "n": 2}).encode()))
+        until(lambda: letters.engine.num_running == 2)
+    assert until(lambda: not letters.engine.has_work) < 1
+    letters.settle()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 def first_token_seconds(server):
     """How long a client waits for its first token."""
     start = time.monotonic()

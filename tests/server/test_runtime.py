@@ -295,7 +295,9 @@ class TestRefusals:
     def test_json_is_taken(self, letters, kind):
         assert letters.http.post(RUNTIME, content=b"{}", headers={"content-type": kind}).status_code == 200
 
-    @pytest.mark.parametrize("origin", ["https://evil.example", "null", "", "http://127.0.0.1:1", "http://127.0.0.1"])
+    @pytest.mark.parametrize(
+        "origin", ["https://evil.example", "null", "", "http://127.0.0.1:1", "http://127.0.0.1", "http://[::1"]
+    )
     def test_a_page_of_another_origin_is_403(self, letters, origin):
         response = letters.http.post(RUNTIME, json={}, headers={"origin": origin})
         assert (response.status_code, error_of(response)["code"]) == (403, "foreign_origin")
