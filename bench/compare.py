@@ -23,10 +23,12 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8").strip().splitlines()[-1])
-    except (OSError, ValueError, IndexError):
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, IndexError, RecursionError):
         result = None
     if not isinstance(result, dict) or not isinstance(result.get("bench"), str):
-        raise ConfigError(f"{path} holds no result of a bench command; write one with `-o json --output {path.name}`")
+        raise ConfigError(f"{path} holds no result of a bench command; a run with `-o json --output RESULT.json` writes one")
     return result
 
 

@@ -20,6 +20,7 @@ from runtime.errors import ConfigError
 
 IDS = range(33, 127)
 """Prompt ids: every model has them, and prompts of them hardly begin alike."""
+RUN = random.SystemRandom().getrandbits(64)
 TIMEOUT_SECONDS = 600.0
 FORMULAS = {
     "ttft_ms": "request sent to the first event with text",
@@ -121,6 +122,12 @@ async def play(options: HttpOptions) -> tuple[dict[str, Any], list[Answer], list
         ConfigError: there is no such server.
     """
     base = options.url.rstrip("/").removesuffix("/v1") + "/v1/"
+    try:
+        sound = 0 < (httpx.URL(base).port or 80) < 65536
+    except httpx.InvalidURL:
+        sound = False
+    if not sound:
+        raise ConfigError(f"--url {options.url!r} is no URL; give one such as http://127.0.0.1:8000")
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
     async with httpx.AsyncClient(base_url=base, headers=headers, timeout=TIMEOUT_SECONDS, limits=limits) as client:
@@ -161,10 +168,10 @@ async def _server(client: httpx.AsyncClient, options: HttpOptions) -> dict[str, 
 
 
 def _body(options: HttpOptions, model: str, number: int) -> dict[str, Any]:
-    """Each prompt differs from all others from its first ids on: none may be answered out of another's cache."""
+    """Each prompt differs from all others, of earlier runs too, from its first ids on: none may be answered out of a cache."""
     return {
         "model": model,
-        "prompt": random.Random(number).choices(IDS, k=options.prompt_len),
+        "prompt": random.Random(f"{RUN} {number}").choices(IDS, k=options.prompt_len),
         "max_tokens": options.gen_len,
         "min_tokens": options.gen_len,
         "ignore_eos": True,

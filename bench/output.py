@@ -82,14 +82,22 @@ class Output:
         print(f"### {name}\n\n{markdown(rows)}\n", file=sys.stdout if self.format == "md" else sys.stderr, flush=True)
 
     def end(self, report: Report) -> None:
+        """Print the report, then write it where it was asked for.
+
+        Raises:
+            ConfigError: a file cannot be written.
+        """
         body = text(self.format, report)
-        if self.file is not None:
-            self.file.write_text(f"{self._heading()}\n{body}\n" if self.format == "md" else f"{body}\n", encoding="utf-8")
-        if self.html is not None:
-            self.html.write_text(page(self._title, self._notes, report), encoding="utf-8")
         if self.format != "json":
             print(body)
         print(json_text(report.result), flush=True)
+        whole = f"{self._heading()}\n{body}\n" if self.format == "md" else f"{body}\n"
+        for path, words in ((self.file, whole), (self.html, page(self._title, self._notes, report) if self.html else "")):
+            try:
+                if path is not None:
+                    path.write_text(words, encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be written: {error.strerror}; the result is what was printed") from None
 
     def _heading(self) -> str:
         return "\n- ".join([f"## {self._title}\n", *self._notes]) + "\n"
@@ -99,6 +107,8 @@ def require_folder(path: Path | None, flag: str) -> None:
     """Raises ConfigError if a file to be written has no folder to lie in: it should be told before hours of work, not after."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path}: the folder does not exist; make it first")
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{flag} {path} is a folder; give a file's name")
 
 
 def text(format: str, report: Report) -> str:
@@ -133,8 +143,8 @@ def csv_text(records: Sequence[Row]) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Strict JSON on one line."""
-    return json.dumps(value, allow_nan=False)
+    """Strict JSON on one line; paths are told as text."""
+    return json.dumps(value, allow_nan=False, default=str)
 
 
 def page(title: str, notes: Sequence[str], report: Report) -> str:
@@ -148,7 +158,7 @@ def page(title: str, notes: Sequence[str], report: Report) -> str:
             pictures=[(caption, base64.b64encode(png).decode()) for caption, png in report.pictures.items()],
             tables=[(name, *_cells(rows)) for name, rows in report.tables.items() if rows],
             footnotes=report.footnotes,
-            environment=json.dumps(report.result.get("environment"), indent=1),
+            environment=json.dumps(report.result.get("environment"), indent=1, default=str),
         )
     )
 

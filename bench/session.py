@@ -77,7 +77,7 @@ def environment(
         "commit_is_modified": None if status is None else bool(status),
         "model": model,
         "dtype": dtype,
-        "flags": {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()},
+        "flags": dict(flags),
     }
 
 

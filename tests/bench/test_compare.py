@@ -47,9 +47,12 @@ def test_files_that_cannot_be_compared_are_one_sentence(tmp_path):
     (tmp_path / "c").write_text("no result")
     with pytest.raises(ConfigError, match="give two of one command"):
         run(["compare", a, other])
+    (tmp_path / "deep").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="holds no result"):
+        run(["compare", a, str(tmp_path / "deep")])
     with pytest.raises(ConfigError, match="holds no result"):
         run(["compare", a, str(tmp_path / "c")])
-    with pytest.raises(ConfigError, match="holds no result"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         run(["compare", a, str(tmp_path / "none")])
     with pytest.raises(ConfigError, match="nothing timed in common"):
         run(["compare", a, latency(tmp_path / "d", 1.0, ops="unfused")])

@@ -3,12 +3,13 @@
 import asyncio
 import itertools
 import json
+from unittest.mock import patch
 
 import httpx
 import pytest
 
 from bench.__main__ import run as door
-from bench.http import Answer, Failure, HttpOptions, ask, result_of
+from bench.http import Answer, Failure, HttpOptions, _body, ask, result_of
 from bench.output import Output
 from bench.samples import percentile
 from runtime.errors import ConfigError
@@ -111,3 +112,18 @@ def test_the_result_counts_failures_apart_and_flags_few_samples():
 def test_no_server_is_one_sentence(capsys):
     with pytest.raises(ConfigError, match="check --url"):
         door(["http", "--url", "http://127.0.0.1:9", "--requests", "1"])
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999"])
+def test_what_is_no_url_is_one_sentence(url):
+    with pytest.raises(ConfigError, match="is no URL"):
+        door(["http", "--url", url, "--requests", "1"])
+
+
+def test_every_runs_prompts_are_its_own():
+    """A second run was answered out of the cache that the first one had filled."""
+    options = HttpOptions("http://x", None, None, 2, 0, 1, 64, 64, Output(), {})
+    prompts = [_body(options, "m", number)["prompt"] for number in range(3)]
+    assert len({tuple(prompt[:4]) for prompt in prompts}) == 3
+    with patch("bench.http.RUN", 1):
+        assert _body(options, "m", 0)["prompt"] not in prompts

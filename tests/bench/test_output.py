@@ -52,6 +52,18 @@ def test_a_page_needs_no_other_file_and_escapes_what_it_shows():
 def test_a_folder_that_is_missing_is_told_before_the_run(tmp_path):
     with pytest.raises(ConfigError, match=r"--html .*folder does not exist"):
         Output(html=tmp_path / "no" / "x.html")
+    with pytest.raises(ConfigError, match="is a folder"):
+        Output(html=tmp_path)
+
+
+def test_a_file_that_cannot_be_written_loses_no_result(tmp_path, capsys):
+    """All was measured, and nothing was told but a traceback."""
+    output = Output(html=tmp_path / "page.html")
+    output.begin("title", [])
+    (tmp_path / "page.html").mkdir()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        output.end(Report({"bench": "x", "environment": {"flags": {"html": tmp_path}}}, {"T": [{"a": 1}]}, []))
+    assert "| a |" in capsys.readouterr().out
 
 
 def test_launches_of_a_cpu_are_those_of_torch(bench, tmp_path):
