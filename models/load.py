@@ -134,7 +134,7 @@ def load_engine(
     notes = [
         *([] if source.note is None else [source.note]),
         *choices,
-        f"context {max_len} positions in each of {slots} slots{why}",
+        f"context {max_len} positions in each of {slots} {'slot' if slots == 1 else 'slots'}{why}",
         f"weights {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s",
     ]
     engine = Engine(decoder, settled)

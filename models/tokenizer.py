@@ -82,7 +82,9 @@ class Tokenizer:
         named = own if isinstance(own, dict) else {}
         if wanted is not None and wanted not in named:
             try:
-                return Path(wanted).read_text(encoding="utf-8")
+                if Path(wanted).is_file():
+                    return Path(wanted).read_text(encoding="utf-8")
+                raise FileNotFoundError
             except (OSError, ValueError):
                 names = ", ".join(named) or "none by name"
                 raise ConfigError(

@@ -19,6 +19,7 @@ if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(os.p
 _interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
+import errno
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -95,6 +96,12 @@ def run_door(run: Callable[[], int | None]) -> None:
         # The reader has gone. Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO):
+            raise
+        print(f"error: what was to be printed cannot be written: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     sys.exit(code)
 
 
