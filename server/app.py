@@ -38,7 +38,7 @@ from server.schema import (
     SwitchRequest,
     TokenizeRequest,
 )
-from server.shapes import ChatShape, CompletionShape, Envelope, Model, Shape
+from server.shapes import ChatEnvelope, CompletionEnvelope, Model
 from server.strict import Strict
 
 MIN_BODY_BYTES = 8 << 20
@@ -105,12 +105,12 @@ class Service:
         wanted = await self._wanted(CompletionRequest, request)
         model = self._model(wanted.model)
         self.dispatcher.check(len(wanted.prompt) * wanted.n)  # before a million prompts are tokenized
-        return self._reply(wanted, model, await self._intake.completion(wanted), CompletionShape())
+        return self._reply(wanted, model, await self._intake.completion(wanted), CompletionEnvelope)
 
     async def chat_completions(self, request: Request) -> Reply:
         wanted = await self._wanted(ChatRequest, request)
         model = self._model(wanted.model)
-        return self._reply(wanted, model, await self._intake.chat(wanted), ChatShape())
+        return self._reply(wanted, model, await self._intake.chat(wanted), ChatEnvelope)
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._describe(name) for name in self._names]})
@@ -166,8 +166,8 @@ class Service:
         created = self._created
         return {"id": name, "object": "model", "created": created, "owned_by": "quartet", "max_model_len": self._max_len}
 
-    def _reply(self, wanted: GenerationRequest, model: str, job: Job, shape: Shape) -> Reply:
-        envelope = Envelope(shape, uuid.uuid4().hex, int(time.time()), model)
+    def _reply(self, wanted: GenerationRequest, model: str, job: Job, kind: type[CompletionEnvelope | ChatEnvelope]) -> Reply:
+        envelope = kind(uuid.uuid4().hex, int(time.time()), model)
         return Reply(self.dispatcher, self._metrics, job, envelope, wanted.stream, wanted.stream_options)
 
 

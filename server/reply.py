@@ -21,7 +21,7 @@ from server.intake import Job
 from server.logs import tell
 from server.metrics import Metrics
 from server.schema import StreamOptions
-from server.shapes import Envelope, Mark, Piece, Usage, usage
+from server.shapes import ChatEnvelope, CompletionEnvelope, Mark, Piece, Usage, usage
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Reply:
     dispatcher: Dispatcher
     metrics: Metrics
     job: Job
-    envelope: Envelope
+    envelope: CompletionEnvelope | ChatEnvelope
     streamed: bool
     options: StreamOptions
     _began: float = 0.0  # seconds of time.monotonic, as all times here
@@ -129,7 +129,7 @@ class Reply:
             if piece.marks is not None:
                 scored = True
                 marks[piece.index] += piece.marks
-        choice = self.envelope.shape.choice
+        choice = self.envelope.choice
         choices = [
             choice(Piece(index, texts[index], answer.finish, marks[index] if scored else None, first=True))
             for index, answer in enumerate(self.job.answers)
@@ -163,7 +163,7 @@ class Reply:
         if piece.finish == "stop" and piece.text:
             end = replace(piece, text="", marks=None if piece.marks is None else [], first=False)
             pieces = [replace(piece, finish=None), end]
-        chunks = [self.envelope.chunk([self.envelope.shape.delta(each)]) for each in pieces]
+        chunks = [self.envelope.chunk([self.envelope.delta(each)]) for each in pieces]
         if self.options.include_usage:
             used = self._usage() if self.options.continuous_usage_stats else None
             chunks = [{**chunk, "usage": used} for chunk in chunks]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
@@ -172,7 +172,31 @@ class Piece:
     first: bool
 
 
-class CompletionShape:
+@dataclass(frozen=True)
+class Envelope:
+    """What stays the same over one reply."""
+
+    id: str
+    created: int
+    model: str
+
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    id_prefix: ClassVar[str]
+
+    def whole(self, choices: list[dict[str, Any]], used: Usage) -> dict[str, Any]:
+        """A reply that is not streamed."""
+        return {**self._head(self.object), "choices": choices, "usage": used}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One event of a stream."""
+        return {**self._head(self.chunk_object), "choices": choices}
+
+    def _head(self, object: str) -> dict[str, Any]:
+        return {"id": self.id_prefix + self.id, "object": object, "created": self.created, "model": self.model}
+
+
+class CompletionEnvelope(Envelope):
     """/v1/completions."""
 
     object = "text_completion"
@@ -194,7 +218,7 @@ class CompletionShape:
     delta = choice  # a piece has the same form
 
 
-class ChatShape:
+class ChatEnvelope(Envelope):
     """/v1/chat/completions."""
 
     object = "chat.completion"
@@ -221,30 +245,6 @@ class ChatShape:
             assert mark.logprob is not None  # prompts are told by completions alone
             content.append({**_top(mark.spelling, mark.logprob), "top_logprobs": [_top(*each) for each in mark.top]})
         return {"content": content}
-
-
-Shape = CompletionShape | ChatShape
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """What stays the same over one reply."""
-
-    shape: Shape
-    id: str
-    created: int
-    model: str
-
-    def whole(self, choices: list[dict[str, Any]], used: Usage) -> dict[str, Any]:
-        """A reply that is not streamed."""
-        return {**self._head(self.shape.object), "choices": choices, "usage": used}
-
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """One event of a stream."""
-        return {**self._head(self.shape.chunk_object), "choices": choices}
-
-    def _head(self, object: str) -> dict[str, Any]:
-        return {"id": self.shape.id_prefix + self.id, "object": object, "created": self.created, "model": self.model}
 
 
 def _name(spelling: bytes) -> str:
