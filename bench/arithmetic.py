@@ -71,7 +71,7 @@ H200 = Ceilings(
     tflops=989.0,
     node_us=0.82,
     node_pdl_us=0.58,
-    boundary_us=1.9,
+    boundary_us=3.6,  # 1.7 more than with PDL: a step of 129 such boundaries took 3.58 ms without it and 3.36 with it
     boundary_pdl_us=1.9,
     source="one NVIDIA H200, measured 2026-11-29 with torch 2.11 and triton 3.6, arithmetic by the datasheet",
 )
