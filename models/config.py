@@ -205,7 +205,7 @@ def _family(fields: Fields) -> str:
         named = {SPELLINGS.get(name, name) for name in architectures} <= {architecture}
         if kind is None and named and model_type in (family, None) and (model_type or architectures):
             return family
-    why = REMEDIES[kind] if kind else f"Quartet runs {', '.join(ARCHITECTURES.values())}"
+    why = REMEDIES[kind] if kind else f"choose a checkpoint of model_type {', '.join(ARCHITECTURES)}"
     raise UnsupportedModelError(
         f"{fields.where}: model_type {short(model_type)}, architectures {short(architectures)} is not supported; {why}"
     )

@@ -117,7 +117,7 @@ def find_model(name: str, revision: str | None = None, weights: bool = True, fet
     if not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or get_close_matches(name, ["demo"], cutoff=0.7):
         guess = "; did you mean demo?" if get_close_matches(name, ["demo"], cutoff=0.7) else ""
         raise CheckpointError(
-            f"{name!r} is no folder; give `demo`, a local folder, a Hugging Face hub id or `random:<shape>`{guess}"
+            f"{name!r} is no folder; give `demo`, a local folder or .gguf file, a hub id or `random:<shape>`{guess}"
         )
     return _from_hub(name, revision, weights, fetch)
 

@@ -132,5 +132,5 @@ async def refuse_route(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         body = nested("this endpoint does not take this method; see Allow", "invalid_request_error", "method_not_allowed")
     else:
-        body = nested("there is no such endpoint", "invalid_request_error", "not_found")
+        body = nested("there is no such endpoint; /docs lists those there are", "invalid_request_error", "not_found")
     return Response(encode(body), error.status_code, error.headers, "application/json")

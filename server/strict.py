@@ -81,9 +81,11 @@ def explain(error: ValidationError) -> RequestError:
     if path[-1] in FORMS:
         return RequestError(f"{where} must be {FORMS[path[-1]]}", where)
     if kind == "greater_than_equal":
-        rule = f"{context['ge']:g} or above"
+        rule = f"{_number(context['ge'])} or above"
     elif kind == "less_than_equal":
-        rule = f"at most {context['le']:g}"
+        rule = f"at most {_number(context['le'])}"
+    elif kind == "less_than":
+        rule = f"below {_number(context['lt'])}"
     elif kind == "too_short":
         rule = "a list with at least one entry"
     elif kind == "literal_error":
@@ -92,6 +94,10 @@ def explain(error: ValidationError) -> RequestError:
         rule = WORDS.get(kind, "valid")
     where = ".".join(str(step) for step in first["loc"])
     return RequestError(f"{where} is {_short(first['input'])}; it must be {rule}", where)
+
+
+def _number(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else str(bound)
 
 
 def _short(value: Any) -> str:

@@ -74,7 +74,7 @@ def test_random_models_say_so(capsys):
 def test_a_folder_that_is_none_is_one_line_on_stderr():
     code, out, err = door("models", "./nothing")
     assert (code, out) == (1, "")
-    assert err == "error: './nothing' is no folder; give `demo`, a local folder, a Hugging Face hub id or `random:<shape>`\n"
+    assert err == "error: './nothing' is no folder; give `demo`, a local folder or .gguf file, a hub id or `random:<shape>`\n"
 
 
 # python -m runtime
@@ -208,7 +208,7 @@ def test_what_cannot_run_is_refused_before_the_weights_are_read(alphabet, monkey
 
 def test_the_terminal_takes_one_slot(alphabet, capsys):
     talk([alphabet, "--prompt", "hi", "--max-len", "64"])
-    assert "context 64 positions in each of 1 slots" in capsys.readouterr().err
+    assert "context 64 positions in each of 1 slot" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("closed", "code", "shown"), [("stdin", 1, ""), ("stdout", 0, ""), ("stderr", 0, "yz\n")])
