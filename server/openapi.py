@@ -4,6 +4,8 @@ Does not own the fields (schema) or the replies (shapes).
 """
 
 import html
+import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,10 @@ from server import schema, shapes
 from server.errors import STATUSES
 
 REF = "#/components/schemas/"
+NOT_BUILT = "Not built; these values change nothing and pass."
+
+
+BOUNDS = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def _json_of(kind: type) -> dict[str, Any]:
 def _add_neutral(properties: dict[str, Any]) -> None:
     """Fields that are not built have few values that pass."""
     for name, values in schema.NEUTRAL.items():
-        properties.setdefault(name, {"enum": list(values), "description": "Not built; these values change nothing and pass."})
+        properties.setdefault(name, {"enum": list(values), "description": NOT_BUILT})
 
 
 def _allow_null(model: dict[str, Any]) -> None:
@@ -115,16 +121,26 @@ def docs_page(document: dict[str, Any]) -> str:
         operation = document["paths"][endpoint.path][endpoint.method]
         parts.append(f"<h2><code>{endpoint.method.upper()} {endpoint.path}</code></h2><p>{html.escape(endpoint.about)}</p>")
         if endpoint.body is not None:
-            model = schemas[endpoint.body.__name__]
-            rows = (_row(name, field, name in model.get("required", ())) for name, field in model["properties"].items())
-            parts.append(f"<table><tr><th>field<th>values<th>default<th></tr>{''.join(rows)}</table>")
+            parts.append(_table(schemas[endpoint.body.__name__], schemas))
         answers = (f"{code}: {html.escape(answer['description'])}" for code, answer in operation["responses"].items())
         parts.append(f"<p>{'<br>'.join(answers)}</p>")
     return "".join(parts)
 
 
+def _table(model: dict[str, Any], schemas: dict[str, Any]) -> str:
+    """A body's fields, those of the objects in it, and the names of what is not built."""
+    fields, required = model["properties"], model.get("required", ())
+    built = {name: field for name, field in fields.items() if field.get("description") != NOT_BUILT}
+    rows = "".join(_row(name, field, name in required) for name, field in built.items())
+    words = f"<table><tr><th>field<th>values<th>default<th></tr>{rows}</table>"
+    inner = dict.fromkeys(re.findall(f'"{REF}(\\w+)"', json.dumps(built)))
+    words += "".join(f"<h3>{name}</h3>{_table(schemas[name], schemas)}" for name in inner)
+    left = ", ".join(f"<code>{name}</code>" for name in fields if name not in built)
+    return words + (f"<p>Not built, and passed over at values that change nothing: {left}.</p>" if left else "")
+
+
 def _row(name: str, field: dict[str, Any], required: bool) -> str:
-    default = "required" if required else str(field.get("default", "")).lower()
+    default = "required" if required else json.dumps(field["default"]) if field.get("default") is not None else ""
     cells = (f"<code>{name}</code>", html.escape(_kind(field)), html.escape(default), html.escape(field.get("description", "")))
     return f"<tr><td>{'<td>'.join(cells)}</tr>"
 
@@ -137,5 +153,5 @@ def _kind(field: dict[str, Any]) -> str:
         return ", ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in field["enum"])
     if "$ref" in field:
         return str(field["$ref"]).removeprefix(REF)
-    bounds = [f"{word} {field[key]}" for key, word in (("minimum", "from"), ("maximum", "to")) if key in field]
+    bounds = [f"{word} {field[key]}" for key, word in BOUNDS.items() if key in field]
     return " ".join([f"list of {_kind(field['items'])}" if "items" in field else str(field.get("type", "")), *bounds])
