@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.contenders import random_ids
 from bench.hugging_face import reference
-from bench.output import require_folder
+from bench.output import json_text, require_folder
 from bench.rule_n import Verdict, rule_n
 from bench.session import environment, load
 from models import Decoder, Loaded, find_model
@@ -102,7 +102,7 @@ def run(options: CheckOptions) -> int:
         "rule_n": {name: verdict.as_json() for name, verdict in verdicts.items()},
         "passed": passed if options.against else None,
     }
-    print(json.dumps(result, allow_nan=False))
+    print(json_text(result))
     return 0 if passed else 1
 
 
