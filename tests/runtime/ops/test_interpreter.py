@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 
-@pytest.mark.parametrize("file", ["test_kernels.py", "test_fused.py", "test_full_sampler.py"])
+@pytest.mark.parametrize("file", ["test_kernels.py", "test_fused.py", "test_full_sampler.py", "test_lowbit.py"])
 def test_every_kernel_is_its_twin_in_the_interpreter(file):
     triton = pytest.importorskip("triton", reason="needs Triton")
     if triton.__version__.startswith("3.6.") and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":

@@ -1,0 +1,178 @@
+"""Weights of 8 and 4 bits against their definitions: rounding, saturation, zeros, denormals, tails, and the order in memory.
+
+Runs twice: as it is, and in Triton's interpreter (see test_interpreter), where the kernel takes part.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime.ops import Linear
+from runtime.ops.fused import FusedOps
+from runtime.ops.lowbit import FORMATS, LowBit, dense, dense_into, dense_torch, quantize, unpack
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+needs_kernels = pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="needs a CUDA device, or the interpreter")
+
+SCALES = {"fp8": torch.float32, "int4": torch.bfloat16}
+
+
+def lowbit(weight: torch.Tensor, format: str, group: int = 0) -> LowBit:
+    weight = weight.to(DEVICE)
+    scratch = torch.empty(weight.numel(), device=DEVICE)
+    made = LowBit.empty(format, tuple(weight.shape), group, scratch, SCALES[format])
+    for row in range(0, len(weight), 16):
+        made[row : row + 16].copy_(weight[row : row + 16])
+    return made
+
+
+def random(rows: int, width: int) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + width)) * 0.02
+
+
+SHAPES = [("fp8", 0, 48, 256), ("fp8", 0, 40, 100), ("fp8", 128, 16, 384), ("int4", 128, 40, 384), ("int4", 64, 16, 192)]
+SHAPES += [("int4", 32, 17, 96)]
+
+
+@pytest.mark.parametrize(("format", "group", "rows", "width"), SHAPES)
+def test_what_is_packed_is_unpacked_again_and_dense_by_kernel_and_twin_alike(format, group, rows, width):
+    weight = random(rows, width)
+    made = lowbit(weight, format, group)
+    codes, scales = quantize(weight.to(DEVICE), format, group, SCALES[format])
+    assert torch.equal(unpack(made), codes)
+    values = codes.view(torch.float8_e4m3fn).float() if format == "fp8" else codes.float() - 8
+    expected = values * scales.float().repeat_interleave(group or width, 1)[:, :width]
+    assert torch.equal(dense_torch(made), expected)
+    assert torch.equal(dense(made), expected)
+    assert dense(made).data_ptr() == made.scratch.data_ptr()
+
+
+@needs_kernels
+@pytest.mark.parametrize(("format", "group", "rows", "width"), SHAPES)
+def test_the_kernel_makes_the_same_matrix_as_its_twin(format, group, rows, width):
+    made = lowbit(random(rows, width), format, group)
+    assert torch.equal(dense_into(torch.empty(made.shape, device=DEVICE), made), dense_torch(made))
+
+
+@needs_kernels
+def test_every_fp8_code_comes_back_as_its_value_denormals_and_signed_zeros_too():
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(16, 1)
+    codes[(codes & 0x7F) == 0x7F] = 0  # NaN, which no weight is
+    made = LowBit.empty("fp8", (16, 256), 0, torch.empty(16 * 256, device=DEVICE), torch.float32)
+    made.fill(0, codes, torch.ones(16, 1, device=DEVICE))
+    expected = codes.view(torch.float8_e4m3fn).float()
+    assert torch.equal(dense_torch(made), expected)
+    assert torch.equal(dense_into(torch.empty_like(expected), made), expected)
+
+
+@needs_kernels
+def test_int4_zeros_of_their_own_are_taken_off_before_the_scale():
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (32, 128), generator=generator).to(torch.uint8)
+    scales, zeros = torch.rand(32, 4, generator=generator).half(), torch.randint(0, 17, (32, 4), generator=generator)
+    made = LowBit.empty("int4", (32, 128), 32, torch.empty(32 * 128, device=DEVICE), torch.float16, zeros=True)
+    made.fill(0, codes.to(DEVICE), scales.to(DEVICE), zeros.to(DEVICE, torch.uint8))
+    expected = (codes.float() - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
+    assert torch.equal(dense_torch(made).cpu(), expected)
+    assert torch.equal(dense_into(torch.empty(32, 128, device=DEVICE), made).cpu(), expected)
+
+
+def test_fp8_rounds_to_the_nearest_and_the_largest_of_a_row_is_448():
+    weight = random(64, 512)
+    made = dense_torch(lowbit(weight, "fp8")).cpu()
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    step = torch.maximum(2.0 ** (weight.abs() / scale).log2().floor(), torch.tensor(2.0**-6)) / 8 * scale
+    assert ((made - weight).abs() <= step / 2 * 1.0001).all()
+    assert torch.equal(made.abs().amax(1), (448 * scale)[:, 0])
+
+
+def test_int4_rounds_to_the_nearest_and_the_number_furthest_from_zero_is_kept():
+    weight = random(64, 512)
+    made = dense_torch(lowbit(weight, "int4", 128)).cpu().view(64, 4, 128)
+    grouped = weight.view(64, 4, 128)
+    furthest = grouped.abs().amax(2, keepdim=True)
+    far = grouped.abs().argmax(2, keepdim=True)
+    assert ((made - grouped).gather(2, far).abs() <= furthest * 2**-8).all()  # the scale is rounded to bfloat16
+    clipped = grouped * -grouped.gather(2, far).sign() > furthest * 7 / 8  # +8 has no code
+    error = (made - grouped).abs() / (furthest / 8)
+    assert (error[~clipped] <= 0.54).all()
+    assert (error[clipped] <= 1.04).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_of_zeros_and_of_denormals_stay_next_to_zero_and_finite(format):
+    weight = random(16, 256)
+    weight[3], weight[5], weight[7, 1:] = 0, 1e-41, 0
+    made = dense_torch(lowbit(weight, format, 64 if format == "int4" else 0)).cpu()
+    assert torch.equal(made[3], torch.zeros(256))
+    assert (made[5].abs() <= 1e-38).all()
+    assert torch.equal(made[7, 1:], torch.zeros(255))
+    torch.testing.assert_close(made[7, 0], weight[7, 0], rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_weight_that_is_no_number_is_refused(format, value):
+    weight = random(16, 128)
+    weight[2, 100] = value
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        quantize(weight, format, 128, torch.float32)
+
+
+def test_a_width_that_groups_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"100 in features are not a multiple of the group of 64"):
+        quantize(random(16, 100), "int4", 64, torch.bfloat16)
+
+
+def test_bytes_are_those_of_the_tiles_and_scales():
+    assert lowbit(random(64, 256), "fp8").nbytes == 64 * 256 + 64 * 4
+    assert lowbit(random(64, 256), "int4", 128).nbytes == 64 * 256 // 2 + 64 * 2 * 2
+
+
+LAYER = [("fp8", 0), ("fp8", 128), ("int4", 128), ("int4", 64), ("int4", 32)]
+
+
+def close(ours, wanted):
+    error = ((ours.float() - wanted).abs().max() / wanted.abs().max()).item()
+    print(f"error {error:.1e} of the largest value")
+    assert error <= (1e-4 if ours.dtype == torch.float32 else 2e-2)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("format", "group"), LAYER)
+def test_a_layers_projections_are_those_of_the_dense_weights(format, group, batch, dtype):
+    torch.manual_seed(0)
+    ops, c, f = FusedOps(DEVICE.type == "cuda", INTERPRETED), 128, 128
+    x, a, norm = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((batch, c), (batch, f), (c,)))
+    down, gate_up = (
+        Linear(lowbit(random(*shape), format, group), torch.randn(shape[0], device=DEVICE).to(dtype))
+        for shape in ((c, f), (2 * f, c))
+    )
+    out = ops.proj_residual(a, down, x, norm)
+    once = x.float() + F.linear(a.float(), dense_torch(down.weight), down.bias.float())
+    close(out, once)
+    first = out.clone()
+    assert ops.proj_residual(a, down, x.clone(), norm).equal(first)  # counters are back at zero: the same launch, the same bits
+    x = ops.proj_residual(a, down, x, norm)
+    normed = F.rms_norm(x.float(), (c,), norm.float(), 1e-5)
+    gate, up = F.linear(normed, dense_torch(gate_up.weight), gate_up.bias.float()).chunk(2, -1)
+    close(ops.norm_gate_up(x, norm, gate_up, 1e-5), F.silu(gate) * up)
+    logits = ops.norm_lm_head(x, norm, gate_up, 1e-5)
+    assert logits.dtype == torch.float32
+    if dtype == torch.float32:
+        close(logits, torch.cat((gate, up), -1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_and_in_features_past_the_last_tile_are_left_out(batch):
+    ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), torch.randn(batch, 100, device=DEVICE)
+    residual = torch.randn(batch, 40, device=DEVICE)
+    weight = lowbit(random(40, 100), "fp8")
+    out = ops.proj_residual(x, Linear(weight), residual, torch.ones(40, device=DEVICE))
+    close(out, residual + x @ dense_torch(weight).t())
