@@ -14,21 +14,25 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.layout import EMBEDDING, LM_HEAD, part, pieces
 from runtime.errors import ConfigError
+from runtime.ops.lowbit import LowBit, dense_torch
 
 
 def reference(ids: Sequence[int], path: Path | None, decoder: Decoder) -> tuple[Tensor, Tensor | None]:
     """Hugging Face's logits `[T, V]` float32 on the host, eager attention on the decoder's device, one model at a time.
 
     Args:
-        path: the checkpoint's folder, which transformers reads itself; None (random weights) takes the decoder's weights.
+        path: the checkpoint's folder, which transformers reads itself; None (random weights) takes the decoder's weights, and
+            so do weights of 8 or 4 bits, made dense.
 
     Returns:
         Those of a float32 run, and those of a run in the decoder's dtype; None in place of the second if that is float32.
     """
 
+    own = decoder.weight_format == "bf16"
+
     @torch.inference_mode()
     def logits(dtype: torch.dtype) -> Tensor:
-        made = read_folder(path, dtype, decoder.device) if path is not None else around(decoder, None, dtype, "eager")
+        made = read_folder(path, dtype, decoder.device) if path is not None and own else around(decoder, path, dtype, "eager")
         found: Tensor = made(input_ids=torch.tensor([ids], device=decoder.device), use_cache=False).logits[0]
         return found.float().cpu()
 
@@ -57,7 +61,8 @@ def around(decoder: Decoder, path: Path | None, dtype: torch.dtype, attention: s
     config = AutoConfig.from_pretrained(path, local_files_only=True) if path is not None else _config(decoder.config)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    state = {piece.source: part(decoder.weights, piece).to(dtype) for piece in pieces(decoder.config)}
+    dense_of = {name: dense_torch(held) if isinstance(held, LowBit) else held for name, held in decoder.weights.items()}
+    state = {piece.source: part(dense_of, piece).to(dtype) for piece in pieces(decoder.config)}
     if decoder.config.tied:
         state[LM_HEAD] = state[EMBEDDING]
     hf.load_state_dict(state, assign=True)

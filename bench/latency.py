@@ -119,10 +119,10 @@ def _cells(options: LatencyOptions, loaded: Loaded, modes: Sequence[tuple[str, s
         assert isinstance(engine.model, Decoder)
         hf = around(engine.model, loaded.source.folder, engine.model.dtype, "sdpa")
         contenders += [TransformersRun(hf, compiled) for compiled in ([False, True] if hf.device.type == "cuda" else [False])]
-    weights = config.bytes_per_token(dtype)
+    weights = config.bytes_per_token(dtype, weights=loaded.engine.model.weight_format)
     cells = []
     for shape in options.shapes():
-        kv = config.bytes_per_token(dtype, int(shape.context())) - weights
+        kv = config.bytes_per_token(dtype, int(shape.context())) - config.bytes_per_token(dtype)
         for each in contenders:
             apart = ladder.without_pdl(engine, each.graph) if pdl and each.ops == "fused" else None
             cells.append(Cell(each, shape, weights + shape.batch * kv, weights, apart))

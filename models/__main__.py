@@ -14,6 +14,7 @@ from runtime.errors import UnsupportedModelError
 def describe(source: ModelSource, dtype: str) -> dict[str, str]:
     """What each line says, by its name; bytes are counted in `dtype`."""
     config = source.config
+    read = config.bytes_per_token(dtype, weights=config.weights)
     lines = {
         "model": source.label if source.note is None else f"{source.label} ({source.note})",
         "family": f"{config.family} ({ARCHITECTURES[config.family]})",
@@ -24,8 +25,8 @@ def describe(source: ModelSource, dtype: str) -> dict[str, str]:
         "context": "no limit" if config.max_position is None else f"{config.max_position:,} positions",
         "dtype": dtype if dtype == config.dtype else f"{dtype}; stored as {config.dtype}",
         "parameters": f"{config.num_parameters:,}",
-        "weights": f"{config.weight_bytes(dtype):,} bytes",
-        "read per token": f"{config.bytes_per_token(dtype):,} bytes of weights, and K and V of the context",
+        "weights": f"{config.weight_bytes(dtype, config.weights):,} bytes{_stored(config)}",
+        "read per token": f"{read:,} bytes of weights, and K and V of the context",
         "KV cache": f"{config.kv_bytes_per_position(dtype):,} bytes per position",
     }
     if source.end_ids:
@@ -62,6 +63,14 @@ def run(argv: Sequence[str] | None = None) -> int:
 def main() -> None:
     """The console script: run and end the process."""
     run_door(run)
+
+
+def _stored(config: ModelConfig) -> str:
+    """How the projections are stored, where they are not dense."""
+    if config.stored is None:
+        return ""
+    groups = f"groups of {config.stored.group}" if config.stored.group else "a scale for each row"
+    return f", the layers' projections in {config.weights} ({config.stored.method}, {groups})"
 
 
 def _traits(config: ModelConfig) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from models.fields import Fields, short
 from models.rope import RopeConfig
+from models.scheme import Stored, lowbit_bytes, stored_as
 from runtime.errors import CheckpointError, UnsupportedModelError
 
 ARCHITECTURES = {
@@ -55,6 +56,7 @@ class ModelConfig:
         window: a query at p sees keys > p - window; None sees all.
         tied: the LM head is the embedding table.
         dtype: "bfloat16", "float16" or "float32", as stored.
+        stored: how the projections are stored where they are quantized; None: dense.
 
     Raises:
         UnsupportedModelError: heads that Quartet does not run.
@@ -79,6 +81,7 @@ class ModelConfig:
     window: int | None = None
     tied: bool = False
     dtype: str = "bfloat16"
+    stored: Stored | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -145,6 +148,7 @@ class ModelConfig:
             window=_window(fields, family),
             tied=fields.get("tie_word_embeddings", bool, False),
             dtype=_dtype(fields),
+            stored=stored_as(fields),
         )
 
     @property
@@ -163,36 +167,48 @@ class ModelConfig:
         biases += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         return self.num_layers * (attention + mlp + norms + biases) + (1 + self.vocab_size) * self.hidden_size
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the weights as they lie on the device."""
-        return self.num_parameters * DTYPE_BYTES[dtype]
+    @property
+    def weights(self) -> str:
+        """The projections as stored: "bf16" (dense), "fp8" or "int4"."""
+        return self.stored.format if self.stored else "bf16"
+
+    def _saved_bytes(self, dtype: str, weights: str) -> int:
+        """What the projections of all layers take less in `weights` than dense in `dtype`, scales counted."""
+        if weights == "bf16":
+            return 0
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, wide = self.hidden_size, self.intermediate_size
+        saved = 0
+        for rows, width in ((q + 2 * kv, hidden), (hidden, q), (2 * wide, hidden), (hidden, wide)):
+            saved += rows * width * DTYPE_BYTES[dtype] - lowbit_bytes(rows, width, weights, self.stored)
+        return self.num_layers * saved
+
+    def weight_bytes(self, dtype: str, weights: str = "bf16") -> int:
+        """Bytes of the weights as they lie on the device, the projections in `weights`."""
+        return self.num_parameters * DTYPE_BYTES[dtype] - self._saved_bytes(dtype, weights)
 
     def kv_bytes_per_position(self, dtype: str) -> int:
         """Bytes of K and V of one position, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
-    def bytes_per_token(self, dtype: str, context: int = 0) -> int:
+    def bytes_per_token(self, dtype: str, context: int = 0, weights: str = "bf16") -> int:
         """Bytes one decode step of one row must read: all weights but the embedding table once, K and V of `context` positions.
 
         A tied LM head counts. A window bounds the positions read.
         """
-        weights = self._read_parameters * DTYPE_BYTES[dtype]
-        return weights + min(context, self.window or context) * self.kv_bytes_per_position(dtype)
+        read = self._read_parameters * DTYPE_BYTES[dtype] - self._saved_bytes(dtype, weights)
+        return read + min(context, self.window or context) * self.kv_bytes_per_position(dtype)
 
 
 def _refuse_quantized(fields: Fields, path: Path) -> None:
-    """The one place where quantized checkpoints are turned away, whichever file says it."""
-    found = fields.data.get("quantization_config") or fields.data.get("compression_config")
+    """Turn away what was quantized by a tool that says so in a file of its own; what config.json says is read (stored)."""
     for name in QUANTIZED_BY:
-        if not found and (path / name).is_file():
-            found = {"quant_method": Fields.read(path / name).data.get("quant_method", name)}
-    if not found:
-        return
-    method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
-    raise UnsupportedModelError(
-        f"{fields.where}: the checkpoint is quantized (quant_method {short(str(method))}), which Quartet does not read; "
-        "use its bfloat16 or float16 original"
-    )
+        if not fields.data.get("quantization_config") and (path / name).is_file():
+            method = Fields.read(path / name).data.get("quant_method", name)
+            raise UnsupportedModelError(
+                f"{fields.where}: the checkpoint is quantized (quant_method {short(str(method))}) and has no "
+                "quantization_config, which Quartet reads; use its bfloat16 or float16 original"
+            )
 
 
 def _family(fields: Fields) -> str:

@@ -3,7 +3,9 @@
 Does not own where weights come from (weights, random_weights) or how a step's calls are played (runtime.ops).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from models.layout import EMBEDDING, LM_HEAD, NORM
 from models.rope import RopeConfig
 from runtime.kv_cache import KVCache
 from runtime.ops import Attention, Linear, Ops, Rows, SlotState
+from runtime.ops.lowbit import LowBit, dense
 from runtime.ops.rope import rope_torch
 from runtime.ops.unfused import float32_logits, rms_norm
 
@@ -53,12 +56,12 @@ class Decoder:
         max_len: positions the rotary tables hold; nothing may be placed past them.
     """
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], max_len: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor | LowBit], max_len: int) -> None:
         self.config = config
         self.weights = weights
-        self.embedding = weights[EMBEDDING]
-        self.norm = weights[NORM]
-        self.lm_head = Linear(self.embedding if config.tied else weights[LM_HEAD])
+        tensors = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
+        self.embedding, self.norm = tensors[EMBEDDING], tensors[NORM]
+        self.lm_head = Linear(self.embedding if config.tied else tensors[LM_HEAD])
         self.vocab_size = config.vocab_size
         self.num_layers = config.num_layers
         self.num_kv_heads = config.num_kv_heads
@@ -66,6 +69,7 @@ class Decoder:
         self.qk_norm = config.qk_norm
         self.device = self.embedding.device
         self.dtype = self.embedding.dtype
+        self.weight_format = next((weight.format for weight in weights.values() if isinstance(weight, LowBit)), "bf16")
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         cos, sin = rotary_tables(config.rope, config.head_dim, max_len, self.device)
         window = config.window if config.window is not None and config.window < max_len else None
@@ -77,14 +81,16 @@ class Decoder:
         eps, end = self.config.rms_norm_eps, start + len(ids)
         x = F.embedding(ids, self.embedding)  # [T, C]
         for layer, kv in zip(self.layers, cache.layers(), strict=True):
-            h = F.linear(rms_norm(x, layer.input_layernorm, eps), layer.qkv_proj.weight, layer.qkv_proj.bias)
+            h = F.linear(rms_norm(x, layer.input_layernorm, eps), dense(layer.qkv_proj.weight), layer.qkv_proj.bias)
             k_slot, v_slot = kv.k[slot, :, :end], kv.v[slot, :, :end]  # [K, S', D]
             q = self._rotate_and_store(h, layer.attention, start, k_slot, v_slot)
             a = prefill_attention(q, k_slot, v_slot, layer.attention.window)
-            x = x + F.linear(a, layer.o_proj.weight, layer.o_proj.bias)
-            h = F.linear(rms_norm(x, layer.post_attention_layernorm, eps), layer.gate_up_proj.weight, layer.gate_up_proj.bias)
+            x = x + F.linear(a, dense(layer.o_proj.weight), layer.o_proj.bias)
+            h = F.linear(
+                rms_norm(x, layer.post_attention_layernorm, eps), dense(layer.gate_up_proj.weight), layer.gate_up_proj.bias
+            )
             gate, up = h.chunk(2, dim=-1)  # [T, F]
-            x = x + F.linear(F.silu(gate) * up, layer.down_proj.weight, layer.down_proj.bias)
+            x = x + F.linear(F.silu(gate) * up, dense(layer.down_proj.weight), layer.down_proj.bias)
         return x
 
     @torch.inference_mode()
@@ -143,7 +149,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
     return out[0].transpose(0, 1).reshape(length, -1)
 
 
-def _layer(config: ModelConfig, weights: dict[str, Tensor], prefix: str, cos: Tensor, sin: Tensor, window: int | None) -> Layer:
+def _layer(config: ModelConfig, weights: Mapping[str, Any], prefix: str, cos: Tensor, sin: Tensor, window: int | None) -> Layer:
     def linear(name: str) -> Linear:
         return Linear(weights[f"{prefix}{name}.weight"], weights.get(f"{prefix}{name}.bias"))
 

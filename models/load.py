@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from models.decoder import Decoder
 from models.gguf import open_gguf
 from models.gguf_tokenizer import save_tokenizer
 from models.layout import allocate, pieces
+from models.quantized import allocate_lowbit, settle_weights
 from models.random_weights import fill_randomly
 from models.source import ModelSource, find_model
 from models.tokenizer import Tokenizer
@@ -45,8 +47,16 @@ class Loaded:
     weight_bytes: int
 
 
-def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, max_len: int, progress: bool = True) -> Decoder:
-    """The decoder on its device with weights read or made there, and rotary tables for `max_len` positions.
+def load_model(
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_len: int,
+    progress: bool = True,
+    weights: str = "bf16",
+) -> Decoder:
+    """The decoder on its device with weights read or made there, the projections dense ("bf16"), in "fp8" or in "int4", and
+    rotary tables for `max_len` positions.
 
     Raises:
         CheckpointError: a weight file that is missing, damaged or does not fit the config.
@@ -57,13 +67,16 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, ma
         files = open_gguf(source.path).weights() if source.path.is_file() else WeightFiles.of_folder(source.path)
         files.settle(source.config)
     table = pieces(source.config)
-    targets = allocate(table, device, dtype)
+    stored = source.config.stored
+    targets: dict[str, Any] = (
+        dict(allocate(table, device, dtype)) if weights == "bf16" else allocate_lowbit(table, weights, stored, device, dtype)
+    )
     total = sum(target.nbytes for target in targets.values())
     with _bar(f"{'loading' if files else 'making'} {source.label}", total, progress) as advance:
         if files is None:
             fill_randomly(targets, table, advance)
         else:
-            files.copy_into(targets, table, advance)
+            files.copy_into(targets, table, advance, stored)
     return Decoder(source.config, targets, max_len)
 
 
@@ -104,9 +117,11 @@ def load_engine(
     if config.max_len is not None and needed_len is not None and needed_len > config.max_len:
         raise ConfigError(f"{needed_len} positions are needed and max_len is {config.max_len}; raise --max-len")
     settled, choices = resolve(config, source.config.dtype)
+    weights = settle_weights(settled.weights, source.config.stored)
+    settled = replace(settled, weights=weights)
     device, dtype = torch.device(settled.device), getattr(torch, settled.dtype)
     limit, free = source.config.max_position, free_bytes(device)
-    slots, weight_bytes = settled.max_slots, source.config.weight_bytes(settled.dtype)
+    slots, weight_bytes = settled.max_slots, source.config.weight_bytes(settled.dtype, weights)
     kv_bytes, table_bytes = source.config.kv_bytes_per_position(settled.dtype), 4 * source.config.head_dim
     if config.max_len is None and needed_len is None:
         left = free - weight_bytes - RESERVE_BYTES
@@ -123,7 +138,7 @@ def load_engine(
     tokenizer = load_tokenizer(source, chat_template)
     importlib.import_module("torch.nn.attention.bias")  # takes seconds, which the first prompt should not wait for
     start = time.perf_counter()
-    decoder = load_model(source, device, dtype, max_len, progress)
+    decoder = load_model(source, device, dtype, max_len, progress, weights)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds, size = time.perf_counter() - start, decoder.weight_bytes
@@ -135,7 +150,7 @@ def load_engine(
         *([] if source.note is None else [source.note]),
         *choices,
         f"context {max_len} positions in each of {slots} {'slot' if slots == 1 else 'slots'}{why}",
-        f"weights {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s",
+        f"weights {weights}, {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s",
     ]
     engine = Engine(decoder, settled)
     if prepare and device.type == "cuda":

@@ -21,6 +21,9 @@ from runtime.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+PACKED = {"F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32, "I64": torch.int64}
+"""Stored types that only quantized checkpoints have."""
+
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Stored types that are read. A run keeps them, but for float64, which becomes float32."""
 
@@ -101,9 +104,10 @@ def _missing(file: Path) -> str:
 
 def _entry(file: Path, offset: int, info: dict[str, Any]) -> Entry:
     shape, name = tuple(info["shape"]), info["dtype"]
-    if name not in DTYPES or 0 in shape or not shape:
+    dtype = (DTYPES | PACKED).get(name)
+    if dtype is None or 0 in shape:
         return Entry(str(file), shape, name)
-    dtype, row_bytes = DTYPES[name], DTYPES[name].itemsize * math.prod(shape[1:])
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
 
     def read(first: int, last: int, buffer: Tensor) -> Tensor:
         rows = buffer[: (last - first) * row_bytes]

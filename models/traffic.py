@@ -7,6 +7,7 @@ writes and reads itself, and what launches of batches above 1 hand on beside x: 
 from dataclasses import dataclass, replace
 
 from models.config import DTYPE_BYTES, ModelConfig
+from models.scheme import lowbit_bytes
 
 FLOAT32 = 4
 
@@ -34,17 +35,24 @@ class Launch:
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
 
-def layer_launches(config: ModelConfig, ops: str, dtype: str, batch: int = 1, context: int = 0) -> tuple[Launch, ...]:
-    """The launches of one layer, in order: 5 fused; 15 unfused, 17 with per-head q and k norms.
+def layer_launches(
+    config: ModelConfig, ops: str, dtype: str, batch: int = 1, context: int = 0, weights: str = "bf16"
+) -> tuple[Launch, ...]:
+    """The launches of one layer, in order: 5 fused; 15 unfused, 17 with per-head q and k norms, 4 more with weights of 8 or 4
+    bits, each made dense first.
 
     Args:
         ops: "fused" or "unfused".
         dtype: of weights, cache and activations; a key of DTYPE_BYTES.
         batch: rows of the step (B).
+        weights: how the projections are stored: "bf16" (dense, in dtype), "fp8" or "int4".
         context: positions each row has in the cache before the step; a window bounds those that are read.
     """
-    unfused = _unfused_layer(config, DTYPE_BYTES[dtype], batch, context)
-    return _fused_layer(config, unfused, DTYPE_BYTES[dtype], batch) if ops == "fused" else unfused
+    size = DTYPE_BYTES[dtype]
+    if ops == "fused":
+        return _fused_layer(config, _unfused_layer(config, size, batch, context, weights), size, batch)
+    unfused = _unfused_layer(config, size, batch, context, "bf16")
+    return unfused if weights == "bf16" else _made_dense(config, unfused, size, weights)
 
 
 def around_launches(config: ModelConfig, ops: str, dtype: str, batch: int = 1) -> tuple[Launch, ...]:
@@ -59,7 +67,22 @@ def around_launches(config: ModelConfig, ops: str, dtype: str, batch: int = 1) -
     return embed, norm, head, sampler
 
 
-def _unfused_layer(config: ModelConfig, size: int, batch: int, context: int) -> tuple[Launch, ...]:
+def _made_dense(config: ModelConfig, unfused: tuple[Launch, ...], size: int, weights: str) -> tuple[Launch, ...]:
+    """With a launch before the first use of each merged weight that reads it and writes it dense."""
+    c, f, q, kv = config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads
+    d = config.head_dim
+    merged = {"q": ((q + 2 * kv) * d, c), "output": (c, q * d), "gate": (2 * f, c), "down": (c, f)}
+    launches: list[Launch] = []
+    for launch in unfused:
+        if launch.name in merged:
+            rows, width = merged[launch.name]
+            low = lowbit_bytes(rows, width, weights, config.stored)
+            launches.append(Launch("make dense", ("make dense",), low, 0, rows * width * size))
+        launches.append(launch)
+    return tuple(launches)
+
+
+def _unfused_layer(config: ModelConfig, size: int, batch: int, context: int, weights: str) -> tuple[Launch, ...]:
     c, f = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
@@ -69,7 +92,10 @@ def _unfused_layer(config: ModelConfig, size: int, batch: int, context: int) -> 
         return Launch(name, (name,), weights * size, batch * kv_values * size, moved)
 
     def linear(name: str, out: int, features: int, bias: bool) -> Launch:
-        return launch(name, out * features + out * bias, features + out)
+        made = launch(name, out * features + out * bias, features + out)
+        if weights == "bf16":
+            return made
+        return replace(made, weight_bytes=lowbit_bytes(out, features, weights, config.stored) + out * bias * size)
 
     seen = min(context + 1, config.window or context + 1)  # the key of this step is among them
     head_norms = (launch("q norm", config.head_dim, 2 * q), launch("k norm", config.head_dim, 2 * kv))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.fields import Fields
 from models.layout import EMBEDDING, LM_HEAD, Piece, part, pieces
-from models.stored import DTYPES, INDEX, SINGLE, Entry, file_names, open_file
+from models.quantized import check_projections, fill_projection, is_projection, quantizing
+from models.scheme import Stored
+from models.stored import DTYPES, INDEX, PACKED, SINGLE, Entry, file_names, open_file
 from runtime.errors import CheckpointError, UnsupportedModelError
 
 BUFFER_BYTES = 4 << 20
@@ -94,16 +97,22 @@ class WeightFiles:
             notes.append(f"{EMBEDDING} is not stored and tied: {LM_HEAD} is used for both")
         settled = replace(config, dtype=dtype, tied=tied)
         table = pieces(settled)
-        self._check(table)
+        self._check([piece for piece in table if not (settled.stored and is_projection(piece.target))])
         used = {piece.source for piece in table} | ({LM_HEAD} if tied else set())
+        if settled.stored:
+            used |= check_projections(self.entries, self.where, table, settled.stored)
         stray = [name for name in self.entries if name not in used and not name.endswith("rotary_emb.inv_freq")]
         notes += [f"tensor {name:.200} is not part of the model and is left out" for name in self._unlisted + stray]
         return settled, notes
 
-    def copy_into(self, targets: dict[str, Tensor], table: list[Piece], advance: Callable[[int], None]) -> None:
-        """Fill the targets; types are converted on the way. `advance` is told the bytes filled, from several threads."""
-        device = next(iter(targets.values())).device
-        size = max(BUFFER_BYTES, *(self.entries[piece.source].row_bytes for piece in table))
+    def copy_into(
+        self, targets: dict[str, Any], table: list[Piece], advance: Callable[[int], None], stored: Stored | None = None
+    ) -> None:
+        """Fill the targets; types are converted on the way. `advance` is told the bytes filled, from several threads.
+        `stored`: how the files hold the projections."""
+        device = targets[EMBEDDING].device
+        dense = [piece for piece in table if not (stored and is_projection(piece.target))]
+        size = max(BUFFER_BYTES, *(self.entries[piece.source].row_bytes for piece in dense))
         thread = threading.local()
 
         def start() -> None:
@@ -112,12 +121,26 @@ class WeightFiles:
         def fill(job: tuple[Piece, int, int]) -> None:
             piece, first, last = job
             into = part(targets, piece)[first:last]
-            thread.lane.fill(into, self.entries[piece.source], first, last)
+            with quantizing(piece.source):
+                thread.lane.fill(into, self.entries[piece.source], first, last)
             advance(into.nbytes)
 
         with ThreadPoolExecutor(THREADS, "weights", start) as pool:
-            jobs = [(piece, *rows) for piece in table for rows in _runs(self.entries[piece.source], size)]
+            jobs = [(piece, *rows) for piece in dense for rows in _runs(self.entries[piece.source], size)]
             list(pool.map(fill, jobs))
+        for piece in table:
+            if stored and is_projection(piece.target):
+                fill_projection(part(targets, piece), piece, stored, self._whole, self.entries.__contains__)
+                advance(part(targets, piece).nbytes)
+
+    def _whole(self, name: str) -> Tensor:
+        """A tensor of a quantized checkpoint, on the host."""
+        entry = self.entries[name]
+        dtype = (DTYPES | PACKED).get(entry.dtype)
+        if dtype is None or entry.read is None:
+            raise UnsupportedModelError(f"{entry.file}: {name} is stored as {entry.dtype}, which no scheme that is read has")
+        buffer = torch.empty(math.prod(entry.shape) * dtype.itemsize, dtype=torch.uint8)
+        return entry.read(0, entry.shape[0] if entry.shape else 1, buffer)
 
     def _check(self, table: list[Piece]) -> None:
         """Every piece must be there, in the shape that the config asks for and a type that is read."""
@@ -139,6 +162,7 @@ class WeightFiles:
 def _runs(entry: Entry, size: int) -> Iterable[tuple[int, int]]:
     """First and last of the runs of rows that fill a buffer of some bytes."""
     step = size // entry.row_bytes
+    step = step // 16 * 16 or step  # rows of 8- and 4-bit weights lie in blocks of 16
     return ((first, min(first + step, entry.shape[0])) for first in range(0, entry.shape[0], step))
 
 

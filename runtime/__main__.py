@@ -31,7 +31,7 @@ from typing import Any
 from models import Loaded, find_model, load_engine, load_tokenizer
 from models.random_weights import PREFIX
 from models.tokenizer import Tokenizer
-from runtime.config import DTYPES, MAX_SLOTS, EngineConfig
+from runtime.config import DTYPES, MAX_SLOTS, WEIGHTS, EngineConfig
 from runtime.errors import ContextLengthError, QuartetError, RequestError
 from runtime.request import Request, SamplingParams
 
@@ -51,6 +51,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, model_positional: bool, sl
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto keeps the type that is stored")
+    group.add_argument("--weights", choices=WEIGHTS, default="auto", help="quantize a layer's projections; auto: as stored")
     group.add_argument("--ops", choices=("auto", "fused", "unfused"), default="auto", help="which kernels play a layer")
     group.add_argument("--graph", choices=("auto", "on", "off"), default="auto", help="replay decode steps as CUDA graphs")
     group.add_argument("--pdl", choices=("auto", "on", "off"), default="auto", help="programmatic dependent launch")
@@ -72,7 +73,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: a value outside its range.
     """
-    names = ("device", "dtype", "ops", "graph", "pdl", "max_len", "max_slots", "prefill_chunk", "prefix_reuse")
+    names = ("device", "dtype", "weights", "ops", "graph", "pdl", "max_len", "max_slots", "prefill_chunk", "prefix_reuse")
     return EngineConfig(**{name: getattr(args, name) for name in names})
 
 

@@ -8,6 +8,7 @@ from runtime.errors import ConfigError
 OpsName = Literal["auto", "fused", "unfused"]
 Switch = Literal["auto", "on", "off"]
 
+WEIGHTS = ("auto", "bf16", "fp8", "int4")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MAX_SLOTS = 16
 
@@ -19,6 +20,7 @@ class EngineConfig:
     Attributes:
         device: "auto", "cpu" or "cuda".
         dtype: "auto" (as stored in the checkpoint), "bfloat16", "float16" or "float32".
+        weights: how a layer's projections are stored: "auto" (as in the checkpoint), "bf16" (dense, in dtype), "fp8" or "int4".
         ops: which ops set plays a layer: "auto", "fused" or "unfused".
         graph: whether decode steps replay CUDA graphs: "auto", "on" or "off".
         pdl: programmatic dependent launch between the step's kernels: "auto", "on" or "off".
@@ -34,6 +36,7 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
     ops: OpsName = "auto"
     graph: Switch = "auto"
     pdl: Switch = "auto"
@@ -46,6 +49,7 @@ class EngineConfig:
         for name, allowed in (
             ("device", ("auto", "cpu", "cuda")),
             ("dtype", DTYPES),
+            ("weights", WEIGHTS),
             ("ops", ("auto", "fused", "unfused")),
             ("graph", ("auto", "on", "off")),
             ("pdl", ("auto", "on", "off")),

@@ -28,6 +28,8 @@ class Model(Protocol):
     head_dim: int
     qk_norm: bool
     """Whether q and k are normed per head."""
+    weight_format: str
+    """How the projections of a layer are stored: "bf16" (dense, in `dtype`), "fp8" or "int4"."""
     device: torch.device
     dtype: torch.dtype
 
@@ -64,7 +66,9 @@ class DecodeStep:
     @property
     def launches_per_layer(self) -> int:
         """Kernel launches of one layer on CUDA."""
-        return self.ops.launches_per_layer + (self.ops.launches_per_qk_norm if self.model.qk_norm else 0)
+        extra = self.ops.launches_per_qk_norm if self.model.qk_norm else 0
+        extra += self.ops.launches_per_lowbit if self.model.weight_format != "bf16" else 0
+        return self.ops.launches_per_layer + extra
 
     @property
     def launches(self) -> int:

@@ -208,13 +208,14 @@ def facts(loaded: Loaded) -> dict[str, Any]:
     """What stays the same of GET /v1/runtime. prompts: what the model takes, "chat", "text" without a chat template, or "ids"
     without a tokenizer. floor_ms, the least time of a token, is None without a datasheet's read rate, and
     so is each launch's us_predicted, its bytes over that rate at batch 1 and launches_context positions."""
-    config, device = loaded.config, loaded.engine.model.device
+    config, device, weights = loaded.config, loaded.engine.model.device, loaded.engine.model.weight_format
     shapes, context = loaded.source.config, min(LAUNCHES_CONTEXT, loaded.engine.max_len - 1)
-    token_bytes, rate = shapes.bytes_per_token(config.dtype), datasheet_gbps(describe(device))
+    token_bytes, rate = shapes.bytes_per_token(config.dtype, weights=weights), datasheet_gbps(describe(device))
     tokenizer = loaded.tokenizer
     return {
         "prompts": "ids" if tokenizer is None else "chat" if tokenizer.has_chat_template else "text",
         "dtype": config.dtype,
+        "weights": weights,
         "device": config.device,
         "device_name": describe(device),
         "max_len": config.max_len,
@@ -229,7 +230,7 @@ def facts(loaded: Loaded) -> dict[str, Any]:
         "floor_ms": None if rate is None else round(token_bytes / rate / 1e6, 3),
         "launches_context": context,
         "launches": {
-            ops: [_launch(each, rate) for each in layer_launches(shapes, ops, config.dtype, context=context)]
+            ops: [_launch(each, rate) for each in layer_launches(shapes, ops, config.dtype, 1, context, weights)]
             for ops in OPS_SETS
         },
     }

@@ -5,12 +5,15 @@ stream can change sets between two steps.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from runtime.ops.lowbit import LowBit
 
 OPS_SETS = ("fused", "unfused")
 
@@ -26,9 +29,9 @@ HAS_BIAS, WANTS_LOGPROBS = 1, 2
 
 @dataclass(frozen=True)
 class Linear:
-    """A projection as stored: weight `[out, in]` and bias `[out]` or None. A value, so that scales and formats can join it."""
+    """A projection as stored: weight `[out, in]`, dense or of 8 or 4 bits, and bias `[out]` or None."""
 
-    weight: Tensor
+    weight: "Tensor | LowBit"
     bias: Tensor | None = None
 
 
@@ -138,7 +141,8 @@ class Ops(Protocol):
     Attributes:
         pdl: whether its kernels are chained by programmatic dependent launch.
         kernels_per_layer: different kernels that play a layer; None where cuBLAS chooses them by shape.
-        launches_per_layer: kernel launches of a layer on CUDA; launches_per_qk_norm: how many more with per-head q and k norms.
+        launches_per_layer: kernel launches of a layer on CUDA; launches_per_qk_norm: how many more with per-head q and k norms;
+            launches_per_lowbit: with weights of 8 or 4 bits.
         launches_around: those of `embed` and `norm_lm_head`.
     """
 
@@ -147,6 +151,7 @@ class Ops(Protocol):
     kernels_per_layer: int | None
     launches_per_layer: int
     launches_per_qk_norm: int
+    launches_per_lowbit: int
     launches_around: int
 
     def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor) -> tuple[Tensor, Rows]:

@@ -3,6 +3,8 @@
 Does not own the kernels, each of which has a file, nor their tiles (configs). The unfused path is its oracle.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from runtime.ops._gemv import TOKENS, Scaled
 from runtime.ops.attention import AttentionScratch, AttentionTile, attention_tile, decode_attention
 from runtime.ops.configs import Kernel, Tile, tile_for
 from runtime.ops.embed import embed, embed_blocks
+from runtime.ops.lowbit import TILE_ROWS, LowBit
+from runtime.ops.lowbit_linear import lowbit_linear, lowbit_tile
 from runtime.ops.norm_gate_up import norm_gate_up
 from runtime.ops.norm_linear import norm_linear
 from runtime.ops.proj_residual import proj_residual
@@ -37,6 +41,7 @@ class FusedOps:
     kernels_per_layer: int | None = 4
     launches_per_layer = 5
     launches_per_qk_norm = 0
+    launches_per_lowbit = 0
     launches_around = 2
 
     def __init__(
@@ -87,18 +92,22 @@ class FusedOps:
 
     def proj_residual(self, a: Tensor, proj: Linear, x: Tensor, next_norm: Tensor) -> Tensor:
         first, second = (self._buffer(name, tuple(x.shape), x) for name in ("x", "other x"))
+        out = second if x is first else first
+        if isinstance(proj.weight, LowBit):
+            return self._lowbit(a, proj, out, residual=x, next_norm=next_norm)
         tile = self._tile("proj_residual", a, proj)
         blocks = -(-proj.weight.shape[0] // tile.rows)
         cells = blocks * tile.splits * tile.rows * TOKENS if len(a) > 1 and tile.splits > 1 else 1
         partial = self._buffer("partial", (cells,), x, torch.float32)
         counter = self._buffer("counter", (blocks,), x, torch.int32)
-        out = second if x is first else first
         scaled = self._begin_norm(out, next_norm, "proj_residual", blocks) if len(a) > 1 else None
         return proj_residual(a, proj, x, next_norm, scaled, out, partial, counter, tile, self.pdl, self.interpreted)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, gate_up: Linear, eps: float) -> Tensor:
         n = gate_up.weight.shape[0] // 2
         out = self._buffer("gated", (len(x), n), x)
+        if isinstance(gate_up.weight, LowBit):
+            return self._lowbit(x, gate_up, out, norm=norm, eps=eps, gated=True)
         tile = self._tile("norm_gate_up", x, gate_up)
         return norm_gate_up(x, norm, self._begun(x, norm), gate_up, eps, out, tile, self.pdl, self.interpreted)
 
@@ -107,8 +116,35 @@ class FusedOps:
         return self._norm_linear(x, norm, lm_head, eps, out)
 
     def _norm_linear(self, x: Tensor, norm: Tensor, linear: Linear, eps: float, out: Tensor, full_edge: bool = False) -> Tensor:
+        if isinstance(linear.weight, LowBit):
+            return self._lowbit(x, linear, out, norm=norm, eps=eps, full_edge=full_edge)
         tile = self._tile("norm_linear", x, linear)
         return norm_linear(x, norm, self._begun(x, norm), linear, eps, out, tile, self.pdl, self.interpreted, full_edge)
+
+    def _lowbit(
+        self,
+        x: Tensor,
+        linear: Linear,
+        out: Tensor,
+        norm: Tensor | None = None,
+        residual: Tensor | None = None,
+        next_norm: Tensor | None = None,
+        **how: Any,
+    ) -> Tensor:
+        """Any of the projections with weights of 8 or 4 bits; `how`: further arguments of `lowbit_linear`."""
+        weight = linear.weight
+        assert isinstance(weight, LowBit)
+        tile = lowbit_tile(weight, len(x), how.get("gated", False), residual is not None)
+        how |= {"norm": norm, "residual": residual, "next_norm": next_norm}
+        if len(x) > 1 and norm is not None:
+            how["scaled"] = self._begun(x, norm)
+        if len(x) > 1 and next_norm is not None:
+            programs = -(-len(weight.tiles) // tile.blocks)
+            cells = programs * tile.splits * tile.blocks * TILE_ROWS * TOKENS if tile.splits > 1 else 1
+            how["next_scaled"] = self._begin_norm(out, next_norm, "proj_residual", programs)
+            how["partial"] = self._buffer("partial", (cells,), x, torch.float32)
+            how["counter"] = self._buffer("counter", (programs,), x, torch.int32)
+        return lowbit_linear(x, linear, out, tile, self.pdl, self.interpreted, **how)
 
     def _begin_norm(self, x: Tensor, norm: Tensor, by: str, blocks: int) -> Scaled:
         """Where the launch that makes x, in `blocks` blocks, begins the norm that comes next."""

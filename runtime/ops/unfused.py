@@ -13,6 +13,7 @@ from runtime.ops import Attention, Linear, Rows, SlotState
 from runtime.ops.attention import AttentionScratch, attention_tile, attention_torch, decode_attention
 from runtime.ops.cache_write import cache_write, cache_write_torch
 from runtime.ops.embed import embed, embed_torch
+from runtime.ops.lowbit import dense
 from runtime.ops.rope import rope, rope_torch
 from runtime.ops.silu_mul import silu_mul, silu_mul_torch
 
@@ -32,11 +33,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def float32_logits(x: Tensor, lm_head: Linear) -> Tensor:
     """x `[N, C]` -> `[N, V]` float32, the products summed in float32 and never rounded to x's dtype. Prefill's too."""
+    weight = dense(lm_head.weight)
     if x.dtype == torch.float32:
-        return F.linear(x, lm_head.weight)
+        return F.linear(x, weight)
     if x.is_cuda:
-        return torch.mm(x, lm_head.weight.t(), out_dtype=torch.float32)
-    weight = lm_head.weight
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
     if 4 * weight.numel() > COPY_BYTES:
         return torch.cat([F.linear(x.float(), rows.float()) for rows in weight.split(LM_HEAD_ROWS)], dim=-1)
     if weight not in _copies:
@@ -52,6 +53,7 @@ class UnfusedOps:
     kernels_per_layer: int | None = None
     launches_per_layer = 15
     launches_per_qk_norm = 2
+    launches_per_lowbit = 4  # each weight made dense
     launches_around = 3  # embedding; norm, LM head
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class UnfusedOps:
         """1 norm, 2 q, 3 k, 4 v, (per-head q norm, k norm: two more where the model has them,) 5 rope, 6 cache write."""
         spec = attention
         sizes = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
-        weights = qkv.weight.split(sizes)
+        weights = dense(qkv.weight).split(sizes)
         biases = qkv.bias.split(sizes) if qkv.bias is not None else (None, None, None)
         h = rms_norm(x, norm, spec.eps)
         q, k, v = (F.linear(h, w, b).view(len(x), -1, spec.head_dim) for w, b in zip(weights, biases, strict=True))
@@ -100,13 +102,13 @@ class UnfusedOps:
 
     def proj_residual(self, a: Tensor, proj: Linear, x: Tensor, next_norm: Tensor) -> Tensor:
         """8 output projection, 9 add; and again as 14 down projection, 15 add."""
-        return x + F.linear(a, proj.weight, proj.bias)
+        return x + F.linear(a, dense(proj.weight), proj.bias)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, gate_up: Linear, eps: float) -> Tensor:
         """10 norm, 11 gate, 12 up, 13 SiLU * up."""
         h = rms_norm(x, norm, eps)
         biases = gate_up.bias.chunk(2) if gate_up.bias is not None else (None, None)
-        gate, up = (F.linear(h, w, b) for w, b in zip(gate_up.weight.chunk(2), biases, strict=True))
+        gate, up = (F.linear(h, w, b) for w, b in zip(dense(gate_up.weight).chunk(2), biases, strict=True))
         return silu_mul(gate, up) if x.is_cuda else silu_mul_torch(gate, up)
 
     def norm_lm_head(self, x: Tensor, norm: Tensor, lm_head: Linear, eps: float) -> Tensor:

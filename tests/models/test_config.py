@@ -28,7 +28,7 @@ def read(path, **config):
         ({"num_hidden_layers": 5000}, "num_hidden_layers is 5000"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "quant_method 'compressed-tensors'"),
         ({"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}}, "quant_method 'bitsandbytes'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "use its bfloat16 or float16 original"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 1]}}, "use its bfloat16 or float16 original"),
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"vision_config": {"hidden_size": 8}}, "give a text-only checkpoint"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "not all softmax attention"),

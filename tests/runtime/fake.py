@@ -10,7 +10,7 @@ class FakeModel:
 
     vocab_size = VOCAB
     num_layers, num_kv_heads, head_dim, qk_norm = 1, 1, 2, False
-    device, dtype = torch.device("cpu"), torch.float32
+    device, dtype, weight_format = torch.device("cpu"), torch.float32, "bf16"
 
     def __init__(self, next_token=lambda i: (i + 1) % VOCAB):
         self.next_token = next_token

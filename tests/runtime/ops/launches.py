@@ -16,7 +16,8 @@ from triton.runtime.jit import JITFunction
 
 from models.config import ModelConfig
 from models.decoder import Decoder
-from models.layout import pieces
+from models.layout import allocate, pieces
+from models.quantized import allocate_lowbit
 from runtime.decode_step import DecodeStep
 from runtime.kv_cache import KVCache
 from runtime.ops import SlotState, load_ops
@@ -47,17 +48,21 @@ class Launch:
 
 
 def played_step(
-    shape: ModelConfig, ops: str, batch: int, capacity: int = 8192, pdl: bool = True, draw: Variant = "plain"
+    shape: ModelConfig,
+    ops: str,
+    batch: int,
+    capacity: int = 8192,
+    pdl: bool = True,
+    draw: Variant = "plain",
+    format: str = "bf16",
 ) -> list[Launch | str]:
     """Triton launches, and names of torch's operations that run on the device, of one step in their order: the second step,
     since the first one makes its workspaces."""
     slots = torch.zeros(batch, dtype=torch.int32, device="meta")
     with FakeTensorMode() as mode, torch.inference_mode(), _told() as told:
         dtype = getattr(torch, shape.dtype)
-        weights: dict[str, torch.Tensor] = {}
-        for piece in pieces(shape):  # the last piece of a target ends where the target does
-            size = (piece.row + piece.shape[0], *piece.shape[1:])
-            weights[piece.target] = torch.empty(size, dtype=dtype, device=CUDA)
+        table = pieces(shape)
+        weights = allocate(table, CUDA, dtype) if format == "bf16" else allocate_lowbit(table, format, None, CUDA, dtype)
         cache = KVCache.allocate(shape.num_layers, batch, shape.num_kv_heads, capacity, shape.head_dim, dtype, CUDA)
         state = SlotState.allocate(batch, torch.device("meta"), shape.vocab_size)  # a torch without CUDA cannot index on it
         state = replace(state, **{name: FakeTensor(mode, tensor, CUDA) for name, tensor in vars(state).items()})
@@ -66,6 +71,11 @@ def played_step(
             told.clear()
             step(FakeTensor(mode, slots, CUDA), draw)
     return told
+
+
+def _no_tables(rope: Any, head_dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = (torch.empty((length, head_dim // 2), device=device) for _ in range(2))
+    return cos, sin
 
 
 @contextmanager
@@ -87,6 +97,7 @@ def _told() -> Iterator[list[Launch | str]]:
     properties = SimpleNamespace(multi_processor_count=PROCESSORS)
     with (
         patch.object(JITFunction, "run", run),
+        patch("models.decoder.rotary_tables", _no_tables),  # filled from the host, which a fake GPU cannot be
         patch.object(torch.cuda, "get_device_properties", lambda device: properties),
         Operations(),
     ):

@@ -21,7 +21,8 @@ from tests.runtime.ops.launches import Launch
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 MAX_SHARED_BYTES = 227 * 1024
 TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.int16: "*i16", torch.uint8: "*u8",
 }  # fmt: skip
 BITS = re.compile(r"\.(?:v(\d)\.)?[bfsu](\d+)$")
 

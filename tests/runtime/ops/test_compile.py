@@ -32,6 +32,12 @@ NARROW = Tile(1, 256, 2, 1)
 
 
 @cache
+def lowbit_step(model: str, batch: int, format: str) -> list[Launch]:
+    shape = replace(SHAPES[model], num_layers=1)
+    return [each for each in played_step(shape, "fused", batch, format=format) if isinstance(each, Launch)]
+
+
+@cache
 def step(model: str, ops: str, batch: int) -> list[Launch]:
     return [each for each in played_step(replace(SHAPES[model], num_layers=1), ops, batch) if isinstance(each, Launch)]
 
@@ -177,3 +183,35 @@ def test_no_unfused_kernel_spills(model):
     for name in ("k_ptr", "v_ptr"):
         narrow = [read.bytes for read in compiled.reads if name in read.pointers and read.bytes != 16]
         assert narrow == [2]  # the current key or value, one row
+
+
+CONVERSIONS = {"fp8": "0x87f087f0", "int4": "0x43004300"}
+
+
+@pytest.mark.parametrize("format", ["fp8", "int4"])
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize(
+    ("model", "call"),
+    [*(("llama-2-7b", call) for call in GEMVS[:4]), ("qwen2.5-7b", "norm_gate_up"), ("qwen2.5-7b", "down_proj")],
+)
+def test_products_with_8_and_4_bits_go_from_16_byte_loads_to_the_tensor_cores_by_pairs(model, batch, format, call):
+    compiled = compile_launch(dict(zip(CALLS, lowbit_step(model, batch, format), strict=True))[call])
+    print(f"{compiled.registers} registers, {compiled.shared_bytes} bytes of shared memory")
+    fits(compiled)
+    assert compiled.ptx.count("griddepcontrol.launch_dependents") == compiled.ptx.count("griddepcontrol.wait") == 1
+    wait = compiled.first("griddepcontrol.wait")
+    assert not [line for line in compiled.code[:wait] if line.startswith(("st.global", "atom", "red."))]
+    tiles = [read for read in compiled.reads if "tiles_ptr" in read.pointers]
+    assert {read.bytes for read in tiles} == {16}
+    early = set().union(*(read.pointers for read in compiled.reads if read.before_wait))
+    assert early <= {"tiles_ptr"}
+    assert ("mma.sync" if batch == 1 else "wgmma.mma_async") in compiled.ptx
+    assert CONVERSIONS[format] in compiled.ptx
+    assert "cvt.rn.f32.e4m3" not in compiled.ptx
+    if batch == 1:
+        assert any(read.before_wait for read in tiles)
+        assert all(read.evict_first for read in tiles)
+    else:
+        assert "prefetch.global.L2" in "".join(compiled.code[:wait])
+        if call.endswith("proj"):
+            barrier_before_counter(compiled)
