@@ -20,7 +20,6 @@ class EngineConfig:
     Attributes:
         device: "auto", "cpu" or "cuda".
         dtype: "auto" (as stored in the checkpoint), "bfloat16", "float16" or "float32".
-        weights: how a layer's projections are stored: "auto" (as in the checkpoint), "bf16" (dense, in dtype), "fp8" or "int4".
         ops: which ops set plays a layer: "auto", "fused" or "unfused".
         graph: whether decode steps replay CUDA graphs: "auto", "on" or "off".
         pdl: programmatic dependent launch between the step's kernels: "auto", "on" or "off".
@@ -29,6 +28,7 @@ class EngineConfig:
         prefill_chunk: prompt tokens computed between two decode steps of the running requests.
         prefix_reuse: whether a prompt takes over K and V that an earlier one with the same beginning has left or is using. It
             lets one user time whether another has sent the same text.
+        weights: how a layer's projections are stored: "auto" (as in the checkpoint), "bf16" (dense, in dtype), "fp8" or "int4".
 
     Raises:
         ConfigError: a value outside the ranges above.
@@ -36,7 +36,6 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: str = "auto"
-    weights: str = "auto"
     ops: OpsName = "auto"
     graph: Switch = "auto"
     pdl: Switch = "auto"
@@ -44,6 +43,7 @@ class EngineConfig:
     max_slots: int = 8
     prefill_chunk: int = 512
     prefix_reuse: bool = True
+    weights: str = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in (
