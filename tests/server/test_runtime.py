@@ -100,6 +100,7 @@ class TestTelling:
             "graph": "off",
             "pdl": "off",
             "dtype": "float32",
+            "weights": "bf16",
             "device": "cpu",
             "max_len": 8192,
             "max_slots": 8,
@@ -132,7 +133,7 @@ class TestTelling:
         loaded = load_engine(str(tiny), EngineConfig(device="cpu"), progress=False)
         assert floor(facts(loaded)).startswith("bandwidth floor: not known, no datasheet's read rate for CPU")
         monkeypatch.setattr("server.app.describe", lambda device: "NVIDIA H200")
-        monkeypatch.setattr("models.ModelConfig.bytes_per_token", lambda self, dtype: 13_214_154_752)
+        monkeypatch.setattr("models.ModelConfig.bytes_per_token", lambda self, dtype, weights: 13_214_154_752)
         assert floor(facts(loaded)) == ("bandwidth floor: 2.75 ms a token, 13.21 GB of weights at the datasheet's 4,800 GB/s")
 
 
