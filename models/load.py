@@ -146,11 +146,12 @@ def load_engine(
     why += (
         f"; {config.max_slots} slots of {min(limit or ROOMY, ROOMY)} positions do not fit" if slots < config.max_slots else ""
     )
+    packed = "" if weights == "bf16" else f"{weights}, "
     notes = [
         *([] if source.note is None else [source.note]),
         *choices,
         f"context {max_len} positions in each of {slots} {'slot' if slots == 1 else 'slots'}{why}",
-        f"weights {weights}, {size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s",
+        f"weights {packed}{size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s",
     ]
     engine = Engine(decoder, settled)
     if prepare and device.type == "cuda":
