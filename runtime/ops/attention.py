@@ -250,7 +250,7 @@ def attention_tile(spec: Attention, batch: int, itemsize: int) -> AttentionTile:
     if batch == 1:
         return AttentionTile(128, 128, 4, 1)
     if spec.heads == spec.kv_heads:
-        return AttentionTile(32, 32, 2, 3, blocks_per_sm=4)
+        return AttentionTile(32, 32, 2, 4, blocks_per_sm=4)
     return AttentionTile(64, 64, 4, 2, blocks_per_sm=4)
 
 
