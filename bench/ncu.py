@@ -44,7 +44,19 @@ def counted(code: str, launches: int, seconds: float = 240) -> list[Counted] | s
         return "ncu (Nsight Compute) is not installed, so nothing is counted; it comes with the CUDA toolkit"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        flags = ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log), "--profile-from-start", "off"]
+        flags = [
+            "--clock-control",
+            "none",
+            "--csv",
+            "--page",
+            "raw",
+            "--print-units",
+            "base",
+            "--log-file",
+            str(log),
+            "--profile-from-start",
+            "off",
+        ]
         chosen = ["--metrics", ",".join(METRICS.values()), "--launch-count", str(launches)]
         try:
             done = subprocess.run(
