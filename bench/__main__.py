@@ -23,7 +23,7 @@ from bench.experiments import EXPERIMENTS
 from bench.output import Output
 from bench.steps import StepsOptions
 from runtime.__main__ import add_engine_flags, engine_config, run_door
-from runtime.config import DTYPES, MAX_SLOTS, EngineConfig
+from runtime.config import DTYPES, MAX_SLOTS, WEIGHTS, EngineConfig
 from runtime.device import resolve
 from runtime.errors import ConfigError
 
@@ -52,9 +52,12 @@ def parser() -> argparse.ArgumentParser:
 def _add_latency(flags: argparse.ArgumentParser) -> None:
     flags.description = "Time prefill and decode of every combination of --ops, --graph, --batch and --depth, taking turns."
     _add_engine_flags(flags)
+    about = f"{', '.join(WEIGHTS)}: formats of a layer's projections, side by side (default: auto, as stored)"
+    flags.add_argument("--weights", type=_list(_word(WEIGHTS)), default=("auto",), metavar="NAME,NAME", help=about)
     group = flags.add_argument_group("matrix")
     group.add_argument("--batch", type=_list(_count(1, MAX_SLOTS)), default=(1,), metavar="N,N", help="streams (default: 1)")
     group.add_argument("--depth", type=_list(_count(0)), default=(0,), metavar="N,N", help="random K and V before the prompt")
+    group.add_argument("--alone", type=_list(_count(0)), default=(), metavar="N,N", help="further depths, of one stream alone")
     group.add_argument("--prompt-len", type=_count(1), default=512, metavar="N", help="default: 512")
     group.add_argument("--gen-len", type=_count(3), default=128, metavar="N", help="at least 3 (default: 128)")
     group.add_argument("--reps", type=_count(1), default=5, metavar="N", help="counted passes of each cell (default: 5)")
@@ -63,6 +66,7 @@ def _add_latency(flags: argparse.ArgumentParser) -> None:
     group.add_argument("--against", choices=("transformers",), help="Hugging Face plays the same cells")
     group.add_argument("--ladder", action="store_true", help="play every rung from unfused eager to fused with PDL")
     group.add_argument("--start", action="store_true", help="measure start costs too, cold and warm")
+    group.add_argument("--no-counts", dest="counts", action="store_false", help="no profiler: no launches, no busy times")
     output = _add_output_flags(flags)
     output.add_argument("--plot", type=Path, metavar="FILE", help="a PNG of where a token's time goes")
     output.add_argument(
@@ -78,6 +82,7 @@ def _add_steps_flags(flags: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     flags.add_argument("--random-weights", action="store_true", help="random weights of the model's shapes")
     flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     flags.add_argument("--dtype", choices=DTYPES, default="auto")
+    flags.add_argument("--weights", choices=WEIGHTS, default="auto", help="of a layer's projections (default: as stored)")
     group = flags.add_argument_group("steps")
     group.add_argument("--batch", type=_list(_count(1, MAX_SLOTS)), default=(1, 8), metavar="N,N", help="rows (default: 1,8)")
     group.add_argument("--context", type=_count(1), default=512, metavar="N", help="positions a row reads (default: 512)")
@@ -175,13 +180,19 @@ def _matrix(kind: type[Options], args: argparse.Namespace, rows: int) -> Options
     if args.max_slots is not None and args.max_slots < rows:
         raise ConfigError(f"--max-slots is {args.max_slots} and {rows} rows are to be played; raise it or leave it out")
     played = {**_flags(args), "max_slots": args.max_slots or rows}
-    combinations = [{**played, "ops": ops, "graph": graph} for ops in args.ops for graph in args.graph]
+    formats = [args.weights] if isinstance(args.weights, str) else args.weights
+    combinations = [
+        {**played, "weights": weights, "ops": ops, "graph": graph}
+        for weights in formats
+        for ops in args.ops
+        for graph in args.graph
+    ]
     return _options(kind, args, wishes=tuple(engine_config(argparse.Namespace(**each)) for each in combinations))
 
 
 def _steps(args: argparse.Namespace) -> StepsOptions:
     """The options of a command that plays whole steps outside the engine."""
-    return _options(StepsOptions, args, config={"device": args.device, "dtype": args.dtype})
+    return _options(StepsOptions, args, config={name: getattr(args, name) for name in ("device", "dtype", "weights")})
 
 
 def _default_gpu(args: argparse.Namespace) -> str:

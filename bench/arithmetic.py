@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from models.config import DTYPE_BYTES, ModelConfig
 from models.traffic import around_launches, layer_launches
 
+MAKE_DENSE = "make dense"
+"""The launch that makes a weight of 8 or 4 bits dense for the unfused ops."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -87,33 +90,49 @@ def step_bytes(launches: Sequence[Launch]) -> int:
     return sum(each.times * each.hbm_bytes for each in launches)
 
 
-def step_launches(config: ModelConfig, dtype: str, batch: int, context: int, ops: str) -> list[Launch]:
+def step_name(batch: int, ops: str, weights: str, pdl: bool = False) -> str:
+    """What a kind of step is called in results; formats have names of their own, so that `bench compare` keeps them apart."""
+    return f"b{batch} {ops}" + (" with PDL" if pdl else "") + ("" if weights == "bf16" else f", {weights}")
+
+
+def step_launches(config: ModelConfig, dtype: str, batch: int, context: int, ops: str, weights: str = "bf16") -> list[Launch]:
     """A step's launches in order, a layer's once with its number of times.
 
     Args:
         context: positions a row reads, the one being written included.
         ops: "fused" or "unfused".
+        weights: how the projections are stored: "bf16" (dense, in dtype), "fp8" or "int4".
     """
     first, *last = around_launches(config, ops, dtype, batch)
-    layer = layer_launches(config, ops, dtype, batch, context - 1)
-    names = _numbered([each.name for each in (first, *layer, *last)])
-    into = names if ops == "fused" else _fused_names(config, dtype)
+    layer = layer_launches(config, ops, dtype, batch, context - 1, weights)
+    launches = (first, *layer, *last)
+    names = _numbered([each.name for each in launches])
+    into = names if ops == "fused" else _fused_names(config, dtype, names)
     times = [1, *[config.num_layers] * len(layer), *[1] * len(last)]
     group, size = config.num_heads // config.num_kv_heads, DTYPE_BYTES[dtype]
+    dense = iter(layer_launches(config, ops, dtype, batch, context - 1))  # products do not depend on what a weight takes
+    multiplied = [first, *(each if each.name == MAKE_DENSE else next(dense) for each in layer), *last]
     found = []
-    for each, name, goal, count in zip((first, *layer, *last), names, into, times, strict=True):
-        values = (batch * each.weight_bytes + group * each.kv_bytes) // size
-        products = 0 if each is first or "cache write" in name else 2 * values
-        found.append(Launch(name, goal, count, each.weight_bytes + each.kv_bytes, each.activation_bytes, products))
+    for each, own, name, goal, count in zip(launches, multiplied, names, into, times, strict=True):
+        values = (batch * own.weight_bytes + group * own.kv_bytes) // size
+        hbm, products = each.weight_bytes + each.kv_bytes, 2 * values
+        if each is first or each.name in ("cache write", MAKE_DENSE):
+            products = 0
+        l2 = 0 if each.name == MAKE_DENSE else each.activation_bytes  # a dense matrix is more than L2 holds
+        found.append(Launch(name, goal, count, each.total_bytes if each.name == MAKE_DENSE else hbm, l2, products))
     return found
 
 
-def _fused_names(config: ModelConfig, dtype: str) -> list[str]:
-    """Of each unfused launch in order, the fused launch that does its work."""
+def _fused_names(config: ModelConfig, dtype: str, unfused: Sequence[str]) -> list[str]:
+    """Of each unfused launch in order, the fused launch that does its work; a matrix is made dense for the next launch."""
     first, *last = around_launches(config, "fused", dtype)
     fused = [first, *layer_launches(config, "fused", dtype), *last]
     names = _numbered([each.name for each in fused])
-    return [name for name, each in zip(names, fused, strict=True) for _ in each.fuses]
+    goals = [name for name, each in zip(names, fused, strict=True) for _ in each.fuses]
+    found: list[str] = []
+    for name in reversed(unfused):
+        found.append(found[-1] if name.startswith(MAKE_DENSE) else goals.pop())
+    return found[::-1]
 
 
 def _numbered(names: Sequence[str]) -> list[str]:

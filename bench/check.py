@@ -77,7 +77,11 @@ def run(options: CheckOptions) -> int:
     loaded, modes = load(source, options.revision, options.wishes, len(ids))
     origin = "drawn from the vocabulary with seed 0" if options.ids is None else f"from {options.ids}"
     decoded = f"{len(ids) - prefill} through decode steps of {options.rows} rows"
-    say(f"bench check: {source.label}, {loaded.config.dtype} on {loaded.config.device}", *loaded.notes, sep="\n- ")
+    say(
+        f"bench check: {source.label}, {loaded.config.dtype}, weights {loaded.config.weights}, on {loaded.config.device}",
+        *loaded.notes,
+        sep="\n- ",
+    )
     say(f"{len(ids)} ids {origin}: {prefill} through prefill, {decoded}")
 
     tensors: dict[str, Tensor] = {}
@@ -93,7 +97,9 @@ def run(options: CheckOptions) -> int:
     passed = all(verdict.passed for verdict in verdicts.values())
     result = {
         "bench": "check",
-        "environment": environment(torch.device(loaded.config.device), options.flags, options.model, loaded.config.dtype),
+        "environment": environment(
+            torch.device(loaded.config.device), options.flags, options.model, loaded.config.dtype, loaded.config.weights
+        ),
         "notes": loaded.notes,
         "ids": ids,
         "prefill": prefill,
@@ -181,7 +187,8 @@ def _judge(loaded: Loaded, ids: list[int], tensors: dict[str, Tensor], say: Call
     """Rule N for every set of logits; each verdict is one line."""
     assert isinstance(loaded.engine.model, Decoder)
     float32, same_dtype = reference(ids, loaded.source.folder, loaded.engine.model)
-    how = "over our weights" if loaded.source.folder is None else "read the folder"
+    own = loaded.source.folder is None or loaded.config.weights != "bf16"
+    how = "over our weights" if own else "read the folder"
     say(f"reference: transformers {how}, eager attention, float32 and {loaded.config.dtype}")
     verdicts = {name: rule_n(logits, float32, same_dtype) for name, logits in tensors.items()}
     for name, verdict in verdicts.items():

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from bench.arithmetic import Launch, in_order, step_launches
+from bench.arithmetic import Launch, in_order, step_launches, step_name
 from bench.ceiling import Ceiling, measure_ceiling
 from bench.output import Output, Report
 from bench.session import environment
-from bench.steps import Resources, StepsOptions, WholeSteps, launched, median
+from bench.steps import Play, Resources, StepsOptions, WholeSteps, launched, median
 from bench.tune import start_from, tune
 from models import Loaded
 from models.config import DTYPE_BYTES
+from runtime.errors import ConfigError
 from runtime.ops import OPS_SETS, load_ops
 from runtime.ops.tuned import save_tuned
 
@@ -25,9 +26,13 @@ HOW = "times: medians of raw profiler events inside whole steps played as a grap
 ROW_TIMES = "us of one launch; 'replaces' and 'their us' are the unfused launches whose work it does"
 
 
-def launch_times(steps: WholeSteps, launches: list[Launch], ops: str) -> dict[str, list[float]] | str:
-    """Microseconds of each launch of a step by its name, a sample for each layer and step; or why there are none."""
-    played = steps.launches_us(steps.graph(load_ops(ops, pdl=False)))
+def launch_times(steps: WholeSteps, launches: list[Launch], play: Play) -> dict[str, list[float]] | str:
+    """Microseconds of each launch of a step by its name, a sample for each layer and step; or why there are none.
+
+    Args:
+        play: a step whose kernels do not overlap (PDL off).
+    """
+    played = steps.launches_us(play)
     ordered = in_order(launches)
     if len(played[0]) != len(ordered):
         return f"a step has {len(played[0])} kernels where {len(ordered)} are reckoned with, so times have no names"
@@ -41,34 +46,40 @@ def launch_times(steps: WholeSteps, launches: list[Launch], ops: str) -> dict[st
 def run(options: StepsOptions, seconds: float | None) -> int:
     """Measure every batch and report, `seconds` of tuning for each before; the exit code."""
     source, output = options.source(), options.output
-    settled = options.settled(source.config.dtype)
+    settled = options.settled(source)
+    weights = settled.weights
+    if seconds is not None and weights != "bf16":
+        raise ConfigError(f"--tune searches the tiles of dense weights and these are {weights}; give --weights bf16")
     device = torch.device(settled.device)
     cuda, ceiling = device.type == "cuda", measure_ceiling(device)
     how = (HOW, ROW_TIMES) if cuda else ("no CUDA device: bytes and floors only; no kernel can be timed here",)
-    output.begin(f"bench kernels: {source.label}, {settled.dtype}", [str(ceiling), f"context {options.context}", *how])
+    output.begin(
+        f"bench kernels: {source.label}, {settled.dtype}, weights {weights}", [str(ceiling), f"context {options.context}", *how]
+    )
     tables: dict[str, Any] = {}
     result: dict[str, Any] = {"bench": "kernels", "measured": {}, "ceiling": asdict(ceiling)}
-    result["environment"] = environment(device, options.flags, source.label, settled.dtype)
+    result["environment"] = environment(device, options.flags, source.label, settled.dtype, weights)
     footnotes: list[str] = []
+    loaded = options.load() if cuda else None
     for batch in options.batch:
-        sets = {name: step_launches(source.config, settled.dtype, batch, options.context, name) for name in OPS_SETS}
-        times: dict[str, dict[str, list[float]]] = {name: {} for name in sets}
+        sets = {ops: step_launches(source.config, settled.dtype, batch, options.context, ops, weights) for ops in OPS_SETS}
+        times: dict[str, dict[str, list[float]]] = {ops: {} for ops in sets}
         resources: list[Resources] = []
-        if cuda:
-            loaded = options.load(batch)
+        if loaded is not None:
             steps = WholeSteps(loaded, batch, options.context)
             if seconds is not None:
                 footnotes += _tune(loaded, steps, seconds, output, result)
-            for name, launches in sets.items():
-                seen = launch_times(steps, launches, name)
+            for ops, launches in sets.items():
+                name, seen = (
+                    step_name(batch, ops, weights),
+                    launch_times(steps, launches, steps.graph(load_ops(ops, pdl=False))),
+                )
                 if isinstance(seen, str):
-                    footnotes.append(f"batch {batch}, {name}: {seen}")
+                    footnotes.append(f"{name}: {seen}")
                 else:
-                    times[name] = seen
-                    result["measured"] |= {f"b{batch} {name} {launch} us": us for launch, us in seen.items()}
+                    times[ops] = seen
+                    result["measured"] |= {f"{name} {launch} us": us for launch, us in seen.items()}
             resources = launched(steps.eager(load_ops("fused", pdl=False)))
-            del loaded, steps
-            torch.cuda.empty_cache()
         tables[f"Kernels of a fused step, batch {batch}"] = table(sets, times, resources, ceiling)
     output.end(Report(result, tables, footnotes))
     return 0

@@ -12,7 +12,6 @@ from bench.contenders import EngineRun
 from runtime.engine import Engine
 from runtime.ops import Attention, Linear, Ops, Rows, load_ops
 from runtime.ops.fused import FusedOps
-from runtime.ops.lowbit import dense
 from runtime.ops.silu_mul import silu_mul
 from runtime.ops.unfused import UnfusedOps, rms_norm
 
@@ -80,8 +79,9 @@ class BareOps(UnfusedOps):
 
 def _rows(linear: Linear, sizes: Sequence[int]) -> list[Linear]:
     """A merged projection's parts, as views."""
+    assert isinstance(linear.weight, Tensor)  # dense weights only: others are merged tile by tile
     biases = linear.bias.split(sizes) if linear.bias is not None else [None] * len(sizes)
-    return [Linear(weight, bias) for weight, bias in zip(dense(linear.weight).split(sizes), biases, strict=True)]
+    return [Linear(weight, bias) for weight, bias in zip(linear.weight.split(sizes), biases, strict=True)]
 
 
 def _add_mode(engine: Engine, name: str, ops: Ops) -> None:

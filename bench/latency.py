@@ -20,10 +20,13 @@ from bench.samples import METHOD
 from bench.session import environment, gpu_state, load, memory
 from bench.start import start_costs
 from bench.timing import FORMULAS, Cell, Contender, Shape, play
-from models import Decoder, Loaded, find_model
+from models import Decoder, Loaded, ModelSource, find_model
+from models.quantized import settle_weights
 from runtime.config import EngineConfig
 from runtime.device import describe, resolve
-from runtime.errors import ConfigError
+from runtime.engine import Engine
+from runtime.errors import ConfigError, OutOfMemoryError
+from runtime.ops import OPS_SETS
 
 
 @dataclass(frozen=True)
@@ -32,13 +35,13 @@ class LatencyOptions:
 
     Attributes:
         wishes: one EngineConfig for each combination of ops and graph, with at least as many slots as the largest batch.
-        batch, depth: values of the matrix; every pair is a cell of each combination.
+        batch, depth: values of the matrix; every pair is a cell of each combination. alone: further depths, of one stream.
         reps, warmup: counted and uncounted passes of each cell.
         random_weights: the model's shapes with random weights.
         against: "transformers" plays the same cells, eagerly and on CUDA compiled too.
         ladder: play the rungs between the unfused eager step and the fused one with PDL.
         start: measure start costs in processes of their own.
-        profile: file for the profiler's trace; plot: for the picture of a token's time.
+        counts: play under the profiler too. profile: file for its trace; plot: for the picture of a token's time.
         flags: the command line, for the result.
     """
 
@@ -49,19 +52,30 @@ class LatencyOptions:
     prompt_len: int
     gen_len: int
     depth: tuple[int, ...]
+    alone: tuple[int, ...]
     reps: int
     warmup: int
     random_weights: bool
     against: str | None
     ladder: bool
     start: bool
+    counts: bool
     profile: Path | None
     plot: Path | None
     output: Output
     flags: dict[str, Any]
 
-    def shapes(self) -> list[Shape]:
+    def matrix(self) -> list[Shape]:
         return [Shape(batch, self.prompt_len, self.gen_len, depth) for depth in self.depth for batch in self.batch]
+
+    def alone_shapes(self) -> list[Shape]:
+        """Those of --alone that the matrix lacks."""
+        shapes = [Shape(1, self.prompt_len, self.gen_len, depth) for depth in self.alone]
+        return [shape for shape in shapes if shape not in self.matrix()]
+
+    def needed(self, shapes: Sequence[Shape]) -> int:
+        """Positions that a slot must hold to play these."""
+        return max(needed_len(shape, self.wishes[0].prefill_chunk) for shape in shapes)
 
 
 def run(options: LatencyOptions) -> int:
@@ -84,92 +98,157 @@ def run(options: LatencyOptions) -> int:
                 f"{flag} measures kernels, graphs and their compilation, and needs a CUDA device; leave it out here"
             )
     ceiling = measure_ceiling(device)  # while the memory is still empty
-    needed = max(needed_len(shape, options.wishes[0].prefill_chunk) for shape in options.shapes())
     start = None
     if options.start:
-        wish = replace(options.wishes[0], max_len=options.wishes[0].max_len or needed)
+        wish = replace(options.wishes[0], max_len=options.wishes[0].max_len or options.needed(options.matrix()))
         start = start_costs(options.model, options.revision, options.random_weights, wish)
-    loaded, modes = load(source, options.revision, options.wishes, needed)
-    cells = _cells(options, loaded, modes)
-    output.begin(
-        f"bench latency: {source.label}, {loaded.config.dtype}, {describe(device)}", _notes(options, loaded, ceiling, cells)
-    )
+    held = _hold(options, source)
+    cells = _cells(options, held)
+    formats = ", ".join(each.weights for each in held)
+    title = f"bench latency: {source.label}, {held[0].loaded.config.dtype}, weights {formats}, {describe(device)}"
+    output.begin(title, _notes(options, held, ceiling, cells))
 
     counts: list[Counts | str | None] = [None] * len(cells)
     states = {"before": gpu_state() if device.type == "cuda" else None}
     if play(cells, options.reps, options.warmup, output.say):
         states["after"] = gpu_state() if device.type == "cuda" else None
-        counts = profile(cells, source.config.num_layers, device, options.profile, output.say)
-    result = _result(options, loaded, ceiling, cells, counts) | {"gpu_state": states, "start": start}
+        if options.counts:
+            counts = profile(cells, source.config.num_layers, device, options.profile, output.say)
+    result = _result(options, held, ceiling, cells, counts) | {"gpu_state": states, "start": start}
     output.end(_report(options, result))
     return 1 if result["failures"] else 0
 
 
-def _cells(options: LatencyOptions, loaded: Loaded, modes: Sequence[tuple[str, str]]) -> list[Cell]:
-    """Every mode of the one engine and, if asked for, the ladder's rungs and transformers, in every shape."""
-    engine, config, dtype = loaded.engine, loaded.source.config, loaded.config.dtype
-    pdl = loaded.config.pdl == "on"
-    runs: dict[tuple[str, str], Contender] = {(ops, graph): EngineRun(engine, ops, graph) for ops, graph in modes}
-    if options.ladder:
-        rungs = {(run.ops, run.graph): run for run in (ladder.bare(engine), ladder.without_pdl(engine))}
-        missing = [(ops, graph) for ops, graph, _ in ladder.RUNGS if (ops, graph) not in {**runs, **rungs}]
-        runs |= rungs | {(ops, graph): EngineRun(engine, ops, graph) for ops, graph in missing if ops != "fused" or pdl}
-    contenders = list(runs.values())
+@dataclass(frozen=True)
+class Held:
+    """A model with its projections in one format, the modes to play, and its engines, each with the shapes it plays: one with
+    slots for the largest batch, and one of a single slot where --alone asks for longer contexts than all slots could hold."""
+
+    weights: str
+    loaded: Loaded
+    modes: Sequence[tuple[str, str]]
+    engines: Sequence[tuple[Engine, Sequence[Shape]]]
+
+
+def _hold(options: LatencyOptions, source: ModelSource) -> list[Held]:
+    """Every format's model, all at once, so that their cells can take turns; only what is measured is compiled."""
+    matrix, alone = options.matrix(), options.alone_shapes()
+    needed, longest = options.needed(matrix), options.needed([*matrix, *alone])
+    formats: dict[str, list[EngineConfig]] = {}
+    for wish in options.wishes:
+        wish = replace(wish, max_slots=1) if alone else wish
+        formats.setdefault(settle_weights(wish.weights, source.config.stored), []).append(wish)
+    held: list[Held] = []
+    for weights, wishes in formats.items():
+        try:
+            loaded, modes = load(source, options.revision, wishes, longest)
+            engines: list[tuple[Engine, Sequence[Shape]]] = [(loaded.engine, alone or matrix)]
+            if alone:
+                slots = replace(loaded.config, max_slots=max(options.batch), max_len=needed)
+                engines.insert(0, (Engine(loaded.engine.model, slots), matrix))
+        except OutOfMemoryError as error:
+            already = "".join(f"{each.weights}, " for each in held)
+            raise OutOfMemoryError(f"weights {already}{weights} are held at once: {error}; or give one format a run") from error
+        for engine, _ in engines:
+            played = dict.fromkeys(ops for ops, _ in modes)
+            engine.modes.sets, engine.modes.kinds = OPS_SETS if options.ladder else list(played), ["plain"]
+            engine.prepare()
+        held.append(Held(weights, loaded, modes, engines))
+    return held
+
+
+def _cells(options: LatencyOptions, held: Sequence[Held]) -> list[Cell]:
+    """Every mode of every format and, if asked for, the ladder's rungs and transformers, in every shape; those of one shape
+    one after the other."""
+    cells, order = [], [*options.matrix(), *options.alone_shapes()]
+    for each in held:
+        pdl = each.loaded.config.pdl == "on"
+        for engine, shapes in each.engines:
+            for run in _contenders(options, each, engine):
+                apart = ladder.without_pdl(engine, run.graph) if options.counts and pdl and run.ops == "fused" else None
+                cells += [_cell(each, each.weights, run, shape, apart) for shape in shapes]
     if options.against:
-        assert isinstance(engine.model, Decoder)
-        hf = around(engine.model, loaded.source.folder, engine.model.dtype, "sdpa")
-        contenders += [TransformersRun(hf, compiled) for compiled in ([False, True] if hf.device.type == "cuda" else [False])]
-    weights = config.bytes_per_token(dtype, weights=loaded.engine.model.weight_format)
-    cells = []
-    for shape in options.shapes():
-        kv = config.bytes_per_token(dtype, int(shape.context())) - config.bytes_per_token(dtype)
-        for each in contenders:
-            apart = ladder.without_pdl(engine, each.graph) if pdl and each.ops == "fused" else None
-            cells.append(Cell(each, shape, weights + shape.batch * kv, weights, apart))
-    return cells
+        first = held[0]
+        hf = _transformers(first)
+        for rival in [TransformersRun(hf, compiled) for compiled in ([False, True] if hf.device.type == "cuda" else [False])]:
+            cells += [_cell(first, "bf16", rival, shape) for shape in order]
+    return sorted(cells, key=lambda cell: order.index(cell.shape))
 
 
-def _notes(options: LatencyOptions, loaded: Loaded, ceiling: Ceiling, cells: Sequence[Cell]) -> list[str]:
+def _contenders(options: LatencyOptions, held: Held, engine: Engine) -> list[EngineRun]:
+    """The modes, and the ladder's rungs that are not among them; the bench's own one multiplies dense weights only."""
+    runs = [EngineRun(engine, ops, graph) for ops, graph in held.modes]
+    if options.ladder:
+        rungs = [*([ladder.bare(engine)] if held.weights == "bf16" else []), ladder.without_pdl(engine)]
+        plain = [("unfused", "off"), ("unfused", "on"), *([("fused", "on")] if held.loaded.config.pdl == "on" else [])]
+        runs += rungs + [EngineRun(engine, ops, graph) for ops, graph in plain if (ops, graph) not in held.modes]
+    return runs
+
+
+def _transformers(held: Held) -> Any:
+    model = held.loaded.engine.model
+    assert isinstance(model, Decoder)
+    return around(model, held.loaded.source.folder, model.dtype, "sdpa")
+
+
+def _cell(held: Held, weights: str, run: Contender, shape: Shape, apart: Contender | None = None) -> Cell:
+    """`weights`: those that the contender reads."""
+    config, dtype = held.loaded.source.config, held.loaded.config.dtype
+    weight_bytes = config.bytes_per_token(dtype, weights=weights)
+    kv = config.bytes_per_token(dtype, int(shape.context())) - config.bytes_per_token(dtype)
+    return Cell(run, shape, weight_bytes + shape.batch * kv, weight_bytes, apart, weights=weights)
+
+
+def _notes(options: LatencyOptions, held: Sequence[Held], ceiling: Ceiling, cells: Sequence[Cell]) -> list[str]:
     """What is measured and how fast it could be at best, before anything is measured."""
-    lines = [*loaded.notes, str(ceiling)]
-    for shape, cell in {cell.shape: cell for cell in cells}.items():
+    lines = [*dict.fromkeys(note for each in held for note in each.loaded.notes), str(ceiling)]
+    if len(held) > 1:
+        lines.append("one model for each format of the weights, all held at once; their cells take turns")
+    for (shape, weights), cell in {(cell.shape, cell.weights): cell for cell in cells}.items():
         floor_ms = ceiling.floor_ms(cell.step_bytes)
         lines.append(
-            f"floor of batch {shape.batch} @ d{shape.depth}: {cell.weight_bytes / 1e9:.3f} GB weights and "
+            f"floor of batch {shape.batch} @ d{shape.depth}: {cell.weight_bytes / 1e9:.3f} GB weights ({weights}) and "
             f"{(cell.step_bytes - cell.weight_bytes) / 1e9:.3f} GB K/V a step, {floor_ms:.3f} ms, "
             f"at most {1e3 * shape.batch / floor_ms:.1f} tok/s"
         )
     lines.append(f"warm-up, full length, not counted: {options.warmup}; then {options.reps} reps of every cell, in turns")
     lines.append(f"{options.prompt_len} prompt tokens of random ids, {options.gen_len} answer tokens, greedy, no end ids")
-    if any(options.depth):
+    if any((*options.depth, *options.alone)):
         lines.append(
             "depth: positions filled with random K and V on the device in place of prefilling; the prompt is behind them"
         )
+    cuda = held[0].loaded.config.device == "cuda"
     if options.against:
-        lines.append("transformers: eager mode, SDPA attention, dynamic cache, over the same weights")
-        compiled = "torch.compile reduce-overhead, static cache" if loaded.config.device == "cuda" else "played on CUDA only"
+        lines.append(f"transformers: eager mode, SDPA attention, dynamic cache, over the {held[0].weights} weights made dense")
+        compiled = "torch.compile reduce-overhead, static cache" if cuda else "played on CUDA only"
         lines.append(f"transformers compiled: {compiled}")
-    if loaded.config.device != "cuda":
+    if not cuda:
         lines.append("on a CPU: token times and bytes; launches, busy times, boundaries and start costs need a CUDA device")
     return lines
 
 
 def _result(
-    options: LatencyOptions, loaded: Loaded, ceiling: Ceiling, cells: Sequence[Cell], counts: Sequence[Counts | str | None]
+    options: LatencyOptions,
+    held: Sequence[Held],
+    ceiling: Ceiling,
+    cells: Sequence[Cell],
+    counts: Sequence[Counts | str | None],
 ) -> dict[str, Any]:
-    config, device = loaded.source.config, torch.device(loaded.config.device)
+    first = held[0].loaded
+    config, dtype, device = first.source.config, first.config.dtype, torch.device(first.config.device)
     warnings = (report.above_ceiling(cell, ceiling) for cell in cells)
     found = [report.cell_json(cell, seen, ceiling) for cell, seen in zip(cells, counts, strict=True)]
+    own = {f"weights, {each.weights}": each.loaded.weight_bytes for each in held}
+    own |= {f"kv_cache, {each.weights}": sum(engine.cache.nbytes for engine, _ in each.engines) for each in held}
     return {
         "bench": "latency",
-        "environment": environment(device, options.flags, options.model, loaded.config.dtype),
-        "model": loaded.source.label,
-        "notes": loaded.notes,
+        "environment": environment(device, options.flags, options.model, dtype, [each.weights for each in held]),
+        "model": first.source.label,
+        "notes": {each.weights: each.loaded.notes for each in held},
         "parameters": config.num_parameters,
-        "weight_bytes": loaded.weight_bytes,
-        "kv_bytes_per_position": config.kv_bytes_per_position(loaded.config.dtype),
-        "load_seconds": loaded.load_seconds,
-        "memory_bytes": memory(loaded),
+        "kv_bytes_per_position": config.kv_bytes_per_position(dtype),
+        "load_seconds": {each.weights: each.loaded.load_seconds for each in held},
+        "memory_bytes": own | memory(device),
         "ceiling": {"read_gbps": ceiling.measured_gbps, "how": ceiling.how, "datasheet_gbps": ceiling.datasheet_gbps},
         "formulas": FORMULAS | report.PARTS | {"boundary_us": report.BOUNDARY, "launch_overhead_us": report.OVERHEAD},
         "percentiles": METHOD,

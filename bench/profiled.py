@@ -5,9 +5,11 @@ Counts are read from the raw events of the exported trace: aggregates such as `k
 
 import gzip
 import json
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,10 @@ def profile(
     """
     found: list[Counts | str | None] = []
     for cell in cells:
-        path, shape = trace, cell.shape
+        path = trace
         if trace is not None and len(cells) > 1:
             name, dot, suffix = trace.name.partition(".")
-            way = f"{cell.contender.ops}-{cell.contender.graph}".replace(",", "").replace(" ", "-")
-            path = trace.with_name(f"{name}-{way}-b{shape.batch}-d{shape.depth}{dot}{suffix}")
+            path = trace.with_name(f"{name}-{re.sub(r'[^a-z0-9]+', '-', str(cell))}{dot}{suffix}")
         counts: Counts | str | None = None
         if not cell.failures and (device.type == "cuda" or trace is not None):
             say(f"profile, {cell}")
@@ -100,8 +101,8 @@ def record(run: Callable[[], None], trace: Path | None, cuda: bool) -> list[dict
     if trace is not None or not cuda:
         activities.append(ProfilerActivity.CPU)
     if cuda:
-        with torch_profile(activities=activities):  # the first use sets the profiler up, and may miss events
-            torch.cuda.synchronize()  # what is in the air belongs to no step of ours
+        _set_up()
+        torch.cuda.synchronize()  # what is in the air belongs to no step of ours
     with torch_profile(activities=activities) as profiler:
         run()
         if cuda:
@@ -112,6 +113,13 @@ def record(run: Callable[[], None], trace: Path | None, cuda: bool) -> list[dict
         data = path.read_bytes()
     events: list[dict[str, Any]] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)["traceEvents"]
     return events
+
+
+@cache
+def _set_up() -> None:
+    """The first use sets the profiler up, and may miss events."""
+    with torch_profile(activities=[ProfilerActivity.CUDA]):
+        torch.cuda.synchronize()
 
 
 def count(events: list[dict[str, Any]], steps: int, layers: int) -> Counts | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from bench import timing
 from bench.ceiling import Ceiling
 from bench.profiled import Counts
 from bench.samples import INTERVAL, METHOD, P99_NEEDS, mean_and_deviation, median_interval, ratio_interval, summary
@@ -50,6 +51,7 @@ def cell_json(cell: Cell, counts: Counts | str | None, ceiling: Ceiling) -> dict
     return {
         "ops": cell.contender.ops,
         "graph": cell.contender.graph,
+        "weights": cell.weights,
         **asdict(cell.shape),
         "passes": len(passes),
         "failures": cell.failures,
@@ -115,13 +117,14 @@ def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def ladder(cells: Sequence[dict[str, Any]], rungs: Sequence[tuple[str, str, str]]) -> list[dict[str, Any]]:
     """Of each shape, rung after rung (ops, graph, what it changes): the time and what this one change was worth."""
     table = []
-    for batch, depth in dict.fromkeys((cell["batch"], cell["depth"]) for cell in cells):
-        here = {(c["ops"], c["graph"]): c for c in cells if (c["batch"], c["depth"]) == (batch, depth)}
+    shape = ("weights", "batch", "depth")
+    for key in dict.fromkeys(tuple(cell[name] for name in shape) for cell in cells):
+        here = {(c["ops"], c["graph"]): c for c in cells if tuple(c[name] for name in shape) == key}
         before: float | None = None
         for ops, graph, change in rungs:
             ms = here[ops, graph]["p50_itl_ms"] if (ops, graph) in here else None
             saved = before - ms if before and ms else None
-            table.append({"rung": change, "batch": batch, "depth": depth, "ITL p50 ms": ms, "saved ms": saved})
+            table.append({"rung": change, **dict(zip(shape, key, strict=True)), "ITL p50 ms": ms, "saved ms": saved})
             before = ms
     return table
 
@@ -142,7 +145,7 @@ def rows(model: str, cells: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """llama-bench's rows of each cell: `pp512` the prefill, `tg128 @ d0` the decode, `pp512+tg128` end to end."""
     table = []
     for cell in cells:
-        base = {"model": model, **{key: str(cell[key]) for key in ("ops", "graph", "batch")}, "test": ""}
+        base = {"model": model, **{key: str(cell[key]) for key in ("weights", "ops", "graph", "batch")}, "test": ""}
         base |= dict.fromkeys(FIGURES, "")
         pp, tg, depth = f"pp{cell['prompt_len']}", f"tg{cell['gen_len']}", f" @ d{cell['depth']}"
         flag = "*" if cell["p99_itl_ms_has_few_samples"] and cell["n_itl_ms"] else ""
@@ -169,7 +172,7 @@ def count_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if (counts := cell["profile"]) is not None:
             per_layer = counts["kernels_per_layer"]
             table.append(
-                {key: str(cell[key]) for key in ("ops", "graph", "batch", "depth")}
+                {key: str(cell[key]) for key in ("weights", "ops", "graph", "batch", "depth")}
                 | {
                     "kernels/step": f"{counts['kernels']:g}",
                     "kernels/layer": "none repeats" if per_layer is None else str(per_layer),
@@ -206,12 +209,13 @@ def footnotes(result: dict[str, Any]) -> list[str]:
 
 
 def cell_name(cell: dict[str, Any]) -> str:
-    return f"{cell['ops']}/{cell['graph']} batch {cell['batch']} depth {cell['depth']}"
+    """As `timing.cell_name`. Results from before there were formats are of dense weights."""
+    return timing.cell_name(cell["ops"], cell["graph"], cell.get("weights", "bf16"), cell["batch"], cell["depth"])
 
 
 def label(cell: dict[str, Any]) -> str:
-    depth = f", depth {cell['depth']}" if cell["depth"] else ""
-    return f"{cell['ops']}, graph {cell['graph']}, batch {cell['batch']}{depth}"
+    depth, weights = f", depth {cell['depth']}" if cell["depth"] else "", cell["weights"]
+    return f"{cell['ops']}, graph {cell['graph']}{'' if weights == 'bf16' else f', {weights}'}, batch {cell['batch']}{depth}"
 
 
 def _ms(seconds: float) -> float:

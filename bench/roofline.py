@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.arithmetic import H200, Ceilings, Launch, in_order, step_bytes, step_launches, step_ms
+from bench.arithmetic import H200, Ceilings, Launch, in_order, step_bytes, step_launches, step_ms, step_name
 from bench.kernels import launch_times
 from bench.launches import measure_ceilings
 from bench.ncu import counted, watched
@@ -21,7 +21,6 @@ from runtime.ops import OPS_SETS, load_ops
 
 COUNTED = 11
 """Launches counted by ncu: the embedding and two layers."""
-PDL = "fused with PDL"
 EXPLAINED = (
     "hbm MB: weights, K and V that a launch must read; l2 MB: activations read and written, which a few rows keep in L2",
     "predicted us: the larger of hbm bytes / read ceiling and operations / arithmetic ceiling, and the boundary's; a launch "
@@ -43,15 +42,15 @@ def run(options: StepsOptions, gpu: str) -> int:
         gpu: "h200" takes the figures on record, "measured" this device's, measured now.
     """
     source, output = options.source(), options.output
-    settled = options.settled(source.config.dtype)
-    config, dtype, device = source.config, settled.dtype, torch.device(settled.device)
+    settled = options.settled(source)
+    config, dtype, weights, device = source.config, settled.dtype, settled.weights, torch.device(settled.device)
     ceilings = measure_ceilings(device) if gpu == "measured" else H200
     plan: Plan = {
-        (batch, ops): step_launches(config, dtype, batch, options.context, ops)
+        (batch, ops): step_launches(config, dtype, batch, options.context, ops, weights)
         for batch in options.batch
         for ops in reversed(OPS_SETS)
     }
-    predicted = predictions(plan, ceilings)
+    predicted = predictions(plan, ceilings, weights)
     notes = [
         f"context {options.context}; read {ceilings.read_gbps:,.0f} GB/s, arithmetic {ceilings.tflops:,.0f} TFLOP/s, a node "
         f"{ceilings.node_us:.2f} us ({ceilings.node_pdl_us:.2f} with PDL), a boundary {ceilings.boundary_us:.2f} us "
@@ -61,15 +60,14 @@ def run(options: StepsOptions, gpu: str) -> int:
     measures = gpu == "measured" and device.type == "cuda"
     if not measures:
         notes.append("arithmetic only: " + ("no CUDA device here" if device.type != "cuda" else "--gpu measured measures"))
-    output.begin(f"bench roofline: {source.label}, {dtype}", notes)
+    output.begin(f"bench roofline: {source.label}, {dtype}, weights {weights}", notes)
     times: Times = {}
     measured: dict[str, list[float]] = {}
     footnotes, counts = list(EXPLAINED), None
     if measures:
         for (batch, ops), launches in plan.items():
             output.show(f"Predicted, {ops}, batch {batch}", rows(launches, ceilings, {}))
-        for batch in options.batch:
-            footnotes += _measure(options, batch, plan, times, measured)
+        footnotes += _measure(options, plan, weights, times, measured)
         # A process of its own, with weights of its own: ours are gone by now.
         counts, words = counters(options, plan[options.batch[0], "fused"])
         footnotes += words
@@ -81,7 +79,7 @@ def run(options: StepsOptions, gpu: str) -> int:
     tables["Whole steps"] = whole_steps(plan, ceilings, predicted, measured)
     result = {
         "bench": "roofline",
-        "environment": environment(device, options.flags, source.label, dtype),
+        "environment": environment(device, options.flags, source.label, dtype, weights),
         "ceilings": asdict(ceilings),
         "predicted": predicted,
         "measured": measured,
@@ -92,14 +90,13 @@ def run(options: StepsOptions, gpu: str) -> int:
     return 0
 
 
-def predictions(plan: Plan, ceilings: Ceilings) -> dict[str, float]:
+def predictions(plan: Plan, ceilings: Ceilings, weights: str) -> dict[str, float]:
     """Milliseconds of each kind of step as one graph, from ceilings and shapes alone."""
-    found = {}
-    for (batch, ops), launches in plan.items():
-        found[f"b{batch} {ops}"] = step_ms(launches, ceilings, pdl=False)
-        if ops == "fused":
-            found[f"b{batch} {PDL}"] = step_ms(launches, ceilings, pdl=True)
-    return found
+    return {
+        step_name(batch, ops, weights, pdl): step_ms(launches, ceilings, pdl)
+        for (batch, ops), launches in plan.items()
+        for pdl in ((False, True) if ops == "fused" else (False,))
+    }
 
 
 def whole_steps(
@@ -184,22 +181,24 @@ def counters(options: StepsOptions, launches: list[Launch]) -> tuple[list[dict[s
 def play_watched(options: StepsOptions) -> None:
     """One eager fused step with PDL off, under the counters; for the process that ncu starts."""
     batch = options.batch[0]
-    watched(WholeSteps(options.load(batch), batch, options.context).eager(load_ops("fused", pdl=False)))
+    watched(WholeSteps(options.load(), batch, options.context).eager(load_ops("fused", pdl=False)))
 
 
-def _measure(options: StepsOptions, batch: int, plan: Plan, times: Times, measured: dict[str, list[float]]) -> list[str]:
-    """Fill in the times of one batch: whole steps as graphs, and launches; words for what could not be had."""
-    loaded, words = options.load(batch), []
-    steps = WholeSteps(loaded, batch, options.context)
-    for ops in OPS_SETS:
-        measured[f"b{batch} {ops}"] = steps.ms(steps.graph(load_ops(ops, pdl=False)))
-        seen = launch_times(steps, plan[batch, ops], ops)
-        if isinstance(seen, str):
-            words.append(f"batch {batch}, {ops}: {seen}")
-        else:
-            times[batch, ops] = seen
-    if loaded.config.pdl == "on":
-        measured[f"b{batch} {PDL}"] = steps.ms(steps.graph(load_ops("fused", pdl=True)))
+def _measure(options: StepsOptions, plan: Plan, weights: str, times: Times, measured: dict[str, list[float]]) -> list[str]:
+    """Fill in the times: whole steps as graphs, and launches; words for what could not be had."""
+    loaded, words = options.load(), []
+    for batch in options.batch:
+        steps = WholeSteps(loaded, batch, options.context)
+        for ops in OPS_SETS:
+            play = steps.graph(load_ops(ops, pdl=False))
+            measured[step_name(batch, ops, weights)] = steps.ms(play)
+            seen = launch_times(steps, plan[batch, ops], play)
+            if isinstance(seen, str):
+                words.append(f"batch {batch}, {ops}: {seen}")
+            else:
+                times[batch, ops] = seen
+        if loaded.config.pdl == "on":
+            measured[step_name(batch, "fused", weights, pdl=True)] = steps.ms(steps.graph(load_ops("fused", pdl=True)))
     return words
 
 

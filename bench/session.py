@@ -36,7 +36,8 @@ SLOWED_BY = {
 def load(
     source: ModelSource, revision: str | None, wishes: Sequence[EngineConfig], needed: int
 ) -> tuple[Loaded, list[tuple[str, str]]]:
-    """Load a model once for several combinations of ops and graph; what is impossible is told before a byte is read.
+    """Load a model once for several combinations of ops and graph, nothing compiled or captured, and no tokenizer; what is
+    impossible is told before a byte is read.
 
     Args:
         source: what was found; with path None its shapes get random weights.
@@ -53,12 +54,17 @@ def load(
     if limit is not None and needed > limit:
         raise ConfigError(f"{needed} positions are needed and {source.label} has {limit}; ask for fewer")
     settled = [resolve(wish, source.config.dtype)[0] for wish in wishes]
-    loaded = load_engine(source.name, wishes[0], revision, random_weights=source.path is None, needed_len=max(needed, 2))
+    made = source.path is None
+    loaded = load_engine(source.name, wishes[0], revision, made, max(needed, 2), prepare=False, ids_only=True)
     return loaded, list(dict.fromkeys((each.ops, "off" if each.graph == "off" else "on") for each in settled))
 
 
 def environment(
-    device: torch.device, flags: dict[str, Any], model: str | None = None, dtype: str | None = None
+    device: torch.device,
+    flags: dict[str, Any],
+    model: str | None = None,
+    dtype: str | None = None,
+    weights: str | Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """GPU, driver, clocks now, versions, commit, and what was asked for; None for what is not there."""
     cuda = device.type == "cuda"
@@ -77,6 +83,7 @@ def environment(
         "commit_is_modified": None if status is None else bool(status),
         "model": model,
         "dtype": dtype,
+        "weights": weights,
         "flags": dict(flags),
     }
 
@@ -100,16 +107,13 @@ def gpu_state() -> dict[str, Any] | None:
     }
 
 
-def memory(loaded: Loaded) -> dict[str, int | None]:
-    """Bytes by kind: weights, KV cache, the graphs' private pools, all that torch's allocator holds, the device's memory in use
-    by everyone, and this process on the host; None where there is no such kind."""
-    cache, device = loaded.engine.cache, torch.device(loaded.config.device)
+def memory(device: torch.device) -> dict[str, int | None]:
+    """Bytes by kind: the graphs' private pools, all that torch's allocator holds, the device's memory in use by everyone, and
+    this process on the host; None where there is no such kind."""
     cuda = device.type == "cuda"
     free, total = torch.cuda.mem_get_info(device) if cuda else (0, 0)
     pools = [each for each in torch.cuda.memory_snapshot() if each["segment_pool_id"] != (0, 0)] if cuda else []
     return {
-        "weights": loaded.weight_bytes,
-        "kv_cache": cache.k.nbytes + cache.v.nbytes,
         "graph_pool": sum(each["total_size"] for each in pools) if cuda else None,
         "allocator": torch.cuda.memory_reserved(device) if cuda else None,
         "device_in_use": total - free if cuda else None,

@@ -16,6 +16,7 @@ import torch
 from bench.output import Output
 from bench.profiled import record
 from models import Decoder, Loaded, ModelSource, find_model, load_engine
+from models.quantized import settle_weights
 from runtime.config import EngineConfig
 from runtime.decode_graph import DecodeGraphs
 from runtime.decode_step import pack
@@ -51,13 +52,14 @@ class StepsOptions:
         """The model, its weights not fetched."""
         return find_model(self.model, self.revision, weights=False)
 
-    def settled(self, stored_dtype: str) -> EngineConfig:
-        return resolve(EngineConfig(**self.config), stored_dtype)[0]
+    def settled(self, source: ModelSource) -> EngineConfig:
+        settled, _ = resolve(EngineConfig(**self.config), source.config.dtype)
+        return replace(settled, weights=settle_weights(settled.weights, source.config.stored))
 
-    def load(self, batch: int) -> Loaded:
-        """The model with slots and positions for steps of `batch` rows; nothing is compiled or captured yet."""
-        needed, wish = self.context + ROOM, EngineConfig(max_slots=batch, **self.config)
-        return load_engine(self.model, wish, self.revision, self.random_weights, needed, prepare=False)
+    def load(self) -> Loaded:
+        """The model with slots and positions for steps of every batch; nothing is compiled or captured yet."""
+        needed, wish = self.context + ROOM, EngineConfig(max_slots=max(self.batch), **self.config)
+        return load_engine(self.model, wish, self.revision, self.random_weights, needed, prepare=False, ids_only=True)
 
 
 class WholeSteps:

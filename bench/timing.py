@@ -143,6 +143,7 @@ class Cell:
     Attributes:
         step_bytes: what a decode step must read at the least: weight_bytes once, K and V of each stream's positions.
         apart: who plays under the profiler where the contender's kernels overlap; None: the contender.
+        weights: the format of the projections that it reads.
         passes: the counted passes; failures: a sentence for each pass that failed, the warm-up's too.
     """
 
@@ -153,9 +154,15 @@ class Cell:
     apart: Contender | None = None
     passes: list[Pass] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    weights: str = "bf16"
 
     def __str__(self) -> str:
-        return f"{self.contender.ops}/{self.contender.graph} batch {self.shape.batch} depth {self.shape.depth}"
+        return cell_name(self.contender.ops, self.contender.graph, self.weights, self.shape.batch, self.shape.depth)
+
+
+def cell_name(ops: str, graph: str, weights: str, batch: int, depth: int) -> str:
+    """What a cell is called in words and results; formats of weights have names of their own."""
+    return f"{ops}/{graph}{'' if weights == 'bf16' else f' {weights}'} batch {batch} depth {depth}"
 
 
 def play(cells: Sequence[Cell], reps: int, warmup: int, say: Callable[[str], None]) -> bool:

@@ -98,6 +98,7 @@ def load_engine(
     progress: bool = True,
     prepare: bool = True,
     chat_template: str | None = None,
+    ids_only: bool = False,
 ) -> Loaded:
     """Find a model, settle the config on this machine, load it and build its engine.
 
@@ -106,6 +107,7 @@ def load_engine(
         random_weights: the model's shapes with random weights.
         prepare: compile kernels and capture graphs now; else the caller plays `Engine.prepare` before the first request.
         chat_template: a template's name or file, see `Tokenizer`.
+        ids_only: load no tokenizer; the model may have none.
         needed_len: positions the command needs; the capacity where config.max_len is None, the least it may be otherwise.
 
     Raises:
@@ -135,7 +137,7 @@ def load_engine(
         free,
     )
     settled = replace(settled, max_len=max_len, max_slots=slots)
-    tokenizer = load_tokenizer(source, chat_template)
+    tokenizer = None if ids_only else load_tokenizer(source, chat_template)
     importlib.import_module("torch.nn.attention.bias")  # takes seconds, which the first prompt should not wait for
     start = time.perf_counter()
     decoder = load_model(source, device, dtype, max_len, progress, weights)

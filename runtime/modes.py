@@ -5,6 +5,7 @@ Does not own when steps are played or a mode is changed (engine), or the step it
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,8 @@ class Modes:
 
     Attributes:
         ops: the ops set that plays now; graph: whether its graphs are replayed.
+        sets: what `prepare` compiles; kinds: the draws that are compiled and captured. All, unless a caller that plays fewer
+            says so before.
 
     Args:
         slot_of_row: `[max_slots]` int32 on the device; a step of B rows reads its first B.
@@ -86,6 +89,8 @@ class Modes:
         self.graph = False  # until prepared
         self.steps: dict[str, DecodeStep] = {}
         self.graphs: dict[str, DecodeGraphs] = {}
+        self.sets: Sequence[str] = OPS_SETS
+        self.kinds: Sequence[Variant] = VARIANTS
         self._warmed: set[str] = set()
 
     def play(self, batch: int, kind: Variant) -> Tensor:
@@ -138,7 +143,7 @@ class Modes:
             ConfigError: a capture failed and graphs were asked for; with graph "auto" the engine goes on eagerly and logs why.
         """
         start = time.perf_counter()
-        for name in OPS_SETS:
+        for name in self.sets:
             self._warm(name)
         compiled = time.perf_counter()
         wanted = self._config.graph != "off"
@@ -180,7 +185,7 @@ class Modes:
             return
         idle = torch.full_like(self._slot_of_row, -1)
         for batch in range(1, len(idle) + 1):
-            for kind in VARIANTS:
+            for kind in self.kinds:
                 self.step_of(ops)(idle[:batch], kind)
         self._warmed.add(ops)
 
@@ -189,7 +194,7 @@ class Modes:
         """Raises ConfigError if the device or a kernel refuses."""
         graphs = DecodeGraphs(self.step_of(ops), self._slot_of_row)
         try:
-            graphs.capture(range(1, self._config.max_slots + 1), VARIANTS)
+            graphs.capture(range(1, self._config.max_slots + 1), self.kinds)
         except RuntimeError as error:
             raise ConfigError(f"the capture of the {ops} graphs failed: {str(error).partition(chr(10))[0]}") from error
         self.graphs[ops] = graphs

@@ -73,9 +73,9 @@ class UnfusedOps:
         """1 norm, 2 q, 3 k, 4 v, (per-head q norm, k norm: two more where the model has them,) 5 rope, 6 cache write."""
         spec = attention
         sizes = [spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.kv_heads * spec.head_dim]
+        h = rms_norm(x, norm, spec.eps)
         weights = dense(qkv.weight).split(sizes)
         biases = qkv.bias.split(sizes) if qkv.bias is not None else (None, None, None)
-        h = rms_norm(x, norm, spec.eps)
         q, k, v = (F.linear(h, w, b).view(len(x), -1, spec.head_dim) for w, b in zip(weights, biases, strict=True))
         if spec.q_norm is not None and spec.k_norm is not None:
             q, k = rms_norm(q, spec.q_norm, spec.eps), rms_norm(k, spec.k_norm, spec.eps)

@@ -19,6 +19,31 @@ def test_the_bytes_of_all_launches_are_those_a_token_must_read(name):
     assert unfused - fused == config.kv_bytes_per_position("bfloat16")  # written by a launch of its own, and read back
 
 
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_with_fewer_bits_a_fused_step_reads_fewer_bytes_for_the_same_products(name, weights):
+    config = SHAPES[name]
+    dense, low = (step_launches(config, "bfloat16", 1, 512, "fused", each) for each in ("bf16", weights))
+    assert step_bytes(low) - 2 * config.hidden_size == config.bytes_per_token("bfloat16", 512, weights)
+    assert [each.operations for each in low] == [each.operations for each in dense]
+    assert step_bytes(low) < step_bytes(dense) * (0.7 if weights == "fp8" else 0.55)
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_unfused_every_weight_of_few_bits_is_made_dense_for_its_products(weights):
+    config = SHAPES["llama-2-7b"]
+    launches = step_launches(config, "bfloat16", 1, 512, "unfused", weights)
+    made = [each for each in launches if each.name.startswith("make dense")]
+    assert [each.into for each in made] == ["norm_qkv_rope", "proj_residual", "norm_gate_up", "proj_residual 2"]
+    assert made[0].hbm_bytes > 2 * 3 * 4096 * 4096  # written whole, and its few bits read
+    assert {each.operations for each in made} == {0}
+    around = 1  # the sampler
+    layer = UnfusedOps.launches_per_layer + UnfusedOps.launches_per_lowbit
+    assert len(in_order(launches)) == config.num_layers * layer + UnfusedOps.launches_around + around
+    names = [each.name for each in launches]
+    assert names[names.index("make dense") :][:2] == ["make dense", "q"]
+
+
 @pytest.mark.parametrize("name", ["llama-2-7b", "qwen3-8b"])
 def test_a_step_has_as_many_launches_as_its_ops_set_says(name):
     config = SHAPES[name]

@@ -128,6 +128,15 @@ def test_random_models_are_judged_over_the_weights_they_have(bench, monkeypatch)
     assert "random weights, seed 0" in printed.out
 
 
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_weights_of_few_bits_are_judged_over_what_they_hold(bench, tmp_path, weights):
+    folder = tok_b(tiny(tmp_path / "wide", "llama", hidden_size=128, intermediate_size=256))
+    printed = bench("check", "--model", folder, "--weights", weights, "--against", "transformers")
+    assert printed.code == 0
+    assert printed.result["environment"]["weights"] == weights
+    assert "transformers over our weights" in printed.out
+
+
 def test_with_json_asked_for_it_is_all_there_is(bench, folders):
     printed = bench("check", "--model", folders["llama"], "--against", "transformers", "-o", "json")
     assert printed.out.count("\n") == 1

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import report
+from bench import latency, report
 from bench.__main__ import run
 from bench.ceiling import Ceiling
 from bench.contenders import TransformersRun
 from bench.output import json_text, markdown
 from bench.timing import Cell, Pass, Shape
 from runtime.engine import Engine
-from runtime.errors import ConfigError, RequestError
+from runtime.errors import ConfigError, OutOfMemoryError, RequestError
+from tests.checkpoints import tiny, tok_b
 
 QUICK = ("--prompt-len", 16, "--gen-len", 6, "--reps", 2)
 
@@ -91,13 +92,54 @@ def test_a_picture_and_a_page_are_written_where_asked(bench, folders, tmp_path):
     assert "<td>tg6 @ d0</td>" in page
 
 
+@pytest.mark.parametrize("family", ["llama"])
+def test_formats_stand_side_by_side_and_take_turns(bench, tmp_path, family):
+    folder = tok_b(tiny(tmp_path / family, family, hidden_size=128, intermediate_size=256))
+    words = ("latency", "--model", folder, *QUICK, "--batch", "1,2", "--weights", "bf16,fp8,int4")
+    printed = bench(*words, "--html", tmp_path / "p.html", "--output", tmp_path / "a.md")
+    assert printed.code == 0
+    assert "weights bf16, fp8, int4" in printed.out.splitlines()[0]
+    assert "one model for each format of the weights, all held at once" in printed.out
+    cells = printed.result["cells"]
+    assert [(cell["batch"], cell["weights"]) for cell in cells] == [(b, w) for b in (1, 2) for w in ("bf16", "fp8", "int4")]
+    dense, fp8, int4 = (cell["step_weight_bytes"] for cell in cells[:3])
+    assert int4 < fp8 < dense
+    assert cells[0]["floor_ms"] > cells[1]["floor_ms"] > cells[2]["floor_ms"]
+    reps = [line.split(":")[0] for line in printed.err.splitlines() if line.startswith("rep 1/2") and "batch 1" in line]
+    assert [name.split("off")[1].split()[0] for name in reps] == ["batch", "fp8", "int4"]
+    assert {row["over"] for row in printed.result["ratios"]} == {"unfused/off batch 1 depth 0", "unfused/off batch 2 depth 0"}
+    assert {"weights, int4", "kv_cache, int4"} <= set(printed.result["memory_bytes"])
+    assert set(printed.result["load_seconds"]) == {"bf16", "fp8", "int4"}
+    assert "<td>int4</td>" in (tmp_path / "p.html").read_text()
+    (tmp_path / "a.json").write_text(printed.out.splitlines()[-1])
+    (tmp_path / "b.json").write_text(bench(*words[:-1], "int4").out.splitlines()[-1])
+    assert run(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--threshold", "10000", "-o", "json"]) == 0
+
+
+def test_a_format_that_does_not_fit_beside_the_others_is_one_sentence(bench, folders, monkeypatch):
+    def full(*words):
+        raise OutOfMemoryError("the model does not fit")
+
+    monkeypatch.setattr(latency, "load", full)
+    with pytest.raises(OutOfMemoryError, match=r"weights fp8 are held at once: the model .*; or give one format a run"):
+        bench("latency", "--model", folders["llama"], *QUICK, "--weights", "fp8,bf16")
+
+
+def test_long_contexts_are_played_by_one_stream_alone(bench, folders):
+    """Slots for all rows at the longest context would not fit: an engine of one slot plays those, over the same weights."""
+    words = ("latency", "--model", folders["llama"], *QUICK, "--batch", "1,2", "--alone", "0,64,128", "-o", "json")
+    cells = bench(*words).result["cells"]
+    assert [(cell["batch"], cell["depth"]) for cell in cells] == [(1, 0), (2, 0), (1, 64), (1, 128)]
+    assert all(cell["passes"] == 2 for cell in cells)
+
+
 def test_a_cpu_is_told_what_it_cannot_measure(bench, folders):
     printed = bench("latency", "--model", folders["llama"], *QUICK)
     assert "busy times, boundaries and start costs need a CUDA device" in printed.out
     assert "start costs: not measured" in printed.out
     memory, cell = printed.result["memory_bytes"], printed.result["cells"][0]
-    assert memory["weights"] == printed.result["weight_bytes"]
-    assert memory["kv_cache"] > 0
+    assert memory["weights, bf16"] == 2 * printed.result["parameters"]
+    assert memory["kv_cache, bf16"] > 0
     assert (memory["graph_pool"], memory["device_in_use"]) == (None, None)
     assert cell["boundary_us"] is None
     low, high = cell["p50_itl_ms_interval"]

@@ -77,6 +77,6 @@ def test_cells_have_traces_of_their_own(tmp_path):
     run = EngineRun(Engine(model, config), "unfused", "off")
     cells = [Cell(run, shape, 1, 1), Cell(run, Shape(1, 8, 12, 0), 1, 1), Cell(run, Shape(1, 8, 5, 0), 1, 1)]
     notes = profile(cells, 1, torch.device("cpu"), tmp_path / "t.json.gz", lambda text: None)
-    assert {path.name for path in tmp_path.iterdir()} == {"t-unfused-off-b2-d0.json.gz", "t-unfused-off-b1-d0.json.gz"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"t-unfused-off-batch-{b}-depth-0.json.gz" for b in (1, 2)}
     assert notes == [None, None, "gen_len 5 is too short to profile; 6 or more are needed"]
     assert not run.engine.has_work

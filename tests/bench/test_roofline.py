@@ -94,6 +94,9 @@ def test_a_missing_or_broken_ncu_is_told_in_words(tmp_path, monkeypatch):
     assert ncu.counted("pass", 1) == "ncu counted nothing (exit code 3): unknown device"
 
 
+WEIGHTS = ["bf16"]  # what was asked for last
+
+
 class FakeSteps:
     """Whole steps on a GPU that is not there: every launch takes 10 us, every step 3 ms."""
 
@@ -109,16 +112,20 @@ class FakeSteps:
         return [3.0, 3.1, 3.2]
 
     def launches_us(self, play):
-        names = in_order(step_launches(CONFIG, "bfloat16", self.batch, 512, play))
+        names = in_order(step_launches(CONFIG, "bfloat16", self.batch, 512, play, WEIGHTS[-1]))
         return [[(each.name, 10.0) for each in names]] * 2
 
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
     """A machine with a GPU, as far as `bench roofline` and `bench kernels` can see."""
-    settled = SimpleNamespace(device="cuda", dtype="bfloat16", pdl="on")
-    monkeypatch.setattr(StepsOptions, "settled", lambda self, dtype: settled)
-    monkeypatch.setattr(StepsOptions, "load", lambda self, batch: SimpleNamespace(config=settled))
+
+    def settled(self, source):
+        WEIGHTS.append({"auto": "bf16"}.get(self.config["weights"], self.config["weights"]))
+        return SimpleNamespace(device="cuda", dtype="bfloat16", pdl="on", weights=WEIGHTS[-1])
+
+    monkeypatch.setattr(StepsOptions, "settled", settled)
+    monkeypatch.setattr(StepsOptions, "load", lambda self: SimpleNamespace(config=settled(self, None)))
     monkeypatch.setattr(roofline, "measure_ceilings", lambda device: H200)
     monkeypatch.setattr(kernels, "measure_ceiling", lambda device: Ceiling(4610.0, "given", 4800.0))
     monkeypatch.setattr(kernels, "launched", lambda play: [Resources(40, 0)] * 163)
@@ -126,7 +133,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
     for module in (roofline, kernels):
         monkeypatch.setattr(module, "WholeSteps", FakeSteps)
-        monkeypatch.setattr(module, "environment", lambda *words: {"gpu": "pretended"})
+        monkeypatch.setattr(module, "environment", lambda *words: {"gpu": "pretended", "weights": words[-1]})
 
 
 def test_on_a_gpu_the_prediction_comes_first_and_the_times_stand_beside_it(pretended_gpu, capsys):
@@ -140,6 +147,28 @@ def test_on_a_gpu_the_prediction_comes_first_and_the_times_stand_beside_it(prete
     floor, boundaries, predicted, extra, measured = (float(cell) for cell in line.split("|")[2:7])
     assert predicted == pytest.approx(floor + boundaries, abs=1e-3)
     assert (measured, extra) == (3.1, pytest.approx(3.1 - floor, abs=1e-3))
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_formats_of_weights_have_bytes_and_names_of_their_own(pretended_gpu, capsys, weights):
+    """`bench compare` pairs what has one name: two formats must have none in common."""
+    words = ["--model", "random:llama-2-7b", "--batch", "1"]
+    named = {}
+    for each in ("bf16", weights):
+        for command in (["roofline", "--gpu", "measured"], ["kernels"]):
+            assert run([*command, *words, "--weights", each]) == 0
+            out = capsys.readouterr().out
+            result = json.loads(out.splitlines()[-1])
+            assert result["environment"]["weights"] == each
+            assert f"weights {each}" in out.splitlines()[0]
+            named[each, command[0]] = result
+    for command in ("roofline", "kernels"):
+        a, b = (named[each, command]["measured"] for each in ("bf16", weights))
+        assert a
+        assert b
+        assert not set(a) & set(b)
+    predicted = [min(named[each, "roofline"]["predicted"].values()) for each in ("bf16", weights)]
+    assert predicted[1] < 0.75 * predicted[0]
 
 
 def test_on_a_gpu_each_kernel_stands_beside_what_it_replaces(pretended_gpu, capsys):

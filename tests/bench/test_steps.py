@@ -17,7 +17,7 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 def steps_of(folder, device, batch=2, context=32):
     config = {"device": device, "dtype": "bfloat16"}
-    loaded = StepsOptions(str(folder), None, True, (batch,), context, config, Output(), {}).load(batch)
+    loaded = StepsOptions(str(folder), None, True, (batch,), context, config, Output(), {}).load()
     return loaded, WholeSteps(loaded, batch, context)
 
 
@@ -48,7 +48,7 @@ class TestOnAGpu:
     def test_every_launch_of_a_fused_step_has_its_times_and_resources(self, folders, batch):
         loaded, steps = steps_of(folders["llama"], "cuda", batch)
         plan = step_launches(loaded.source.config, "bfloat16", batch, 32, "fused")
-        times = launch_times(steps, plan, "fused")
+        times = launch_times(steps, plan, steps.graph(load_ops("fused", pdl=False)))
         assert isinstance(times, dict), times
         assert set(times) == {each.name for each in plan}
         taken = launched(steps.eager(load_ops("fused", pdl=False)))
