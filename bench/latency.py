@@ -204,6 +204,9 @@ def _notes(options: LatencyOptions, held: Sequence[Held], ceiling: Ceiling, cell
     lines = [*dict.fromkeys(note for each in held for note in each.loaded.notes), str(ceiling)]
     if len(held) > 1:
         lines.append("one model for each format of the weights, all held at once; their cells take turns")
+    if options.alone_shapes():
+        rows = held[0].engines[0][0].config
+        lines.append(f"beside it, over the same weights, {rows.max_slots} slots of {rows.max_len} positions for the batches")
     for (shape, weights), cell in {(cell.shape, cell.weights): cell for cell in cells}.items():
         floor_ms = ceiling.floor_ms(cell.step_bytes)
         lines.append(

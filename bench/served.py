@@ -50,11 +50,11 @@ def command(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def engine_step_ms(model: str, batch: int) -> dict[str, float]:
+def engine_step_ms(model: str) -> dict[str, dict[str, float]]:
     """The engine's own inter-token times at the prompt and answer lengths that `bench http` sends."""
-    flags = ("--model", model, "--batch", str(batch), "--prompt-len", "128", "--gen-len", str(GEN), "--reps", "3")
-    cell = command("latency", *flags)["cells"][0]
-    return {rank: cell[f"{rank}_itl_ms"] for rank in ("p50", "p99")}
+    shape = ("--batch", "1,8", "--prompt-len", "128", "--gen-len", str(GEN), "--reps", "3", "--no-counts")
+    cells = command("latency", "--model", model, *shape)["cells"]
+    return {f"engine_{cell['batch']}": {rank: cell[f"{rank}_itl_ms"] for rank in ("p50", "p99")} for cell in cells}
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -121,9 +121,7 @@ def second_turn(model: str, url: str, flags: tuple[str, ...]) -> dict[str, Any]:
 
 def main(model: str) -> None:
     flags = ("--max-len", str(LONG + 2 * TURN), "--warm", "all")
-    result: dict[str, Any] = {"bench": "served", "model": model}
-    for streams in (1, 8):
-        result[f"engine_{streams}"] = engine_step_ms(model, streams)
+    result: dict[str, Any] = {"bench": "served", "model": model, **engine_step_ms(model)}
     with served(model, *flags) as url:
         for streams in (1, 8):
             sent = ("--requests", str(8 * streams), "--concurrency", str(streams), "--gen-len", str(GEN))
