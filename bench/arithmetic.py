@@ -54,10 +54,15 @@ class Ceilings:
     source: str
 
     def predicted_us(self, launch: Launch, pdl: bool) -> float:
-        """Time of one launch in a chain: bytes or arithmetic over their ceilings, and what its boundary costs."""
+        """Time of one launch in a chain: bytes or arithmetic over their ceilings, and what its boundary costs.
+
+        A boundary is a bus that drains and ramps up, at half its rate on the way. So a launch that is over before the ramp is
+        takes twice its stream's time and what a node costs, one without bytes a node's time alone, and every longer one the
+        whole boundary.
+        """
         node, boundary = (self.node_pdl_us, self.boundary_pdl_us) if pdl else (self.node_us, self.boundary_us)
         streams = self.stream_us(launch)
-        return max(streams + (boundary if streams > node else 0.0), node)
+        return streams + min(streams + node, max(node, boundary))
 
     def stream_us(self, launch: Launch) -> float:
         return max(launch.hbm_bytes / self.read_gbps / 1e3, launch.operations / self.tflops / 1e6)

@@ -23,8 +23,8 @@ COUNTED = 11
 """Launches counted by ncu: the embedding and two layers."""
 EXPLAINED = (
     "hbm MB: weights, K and V that a launch must read; l2 MB: activations read and written, which a few rows keep in L2",
-    "predicted us: the larger of hbm bytes / read ceiling and operations / arithmetic ceiling, and the boundary's; a launch "
-    "that streams less than a node costs takes a node's time",
+    "predicted us: the larger of hbm bytes / read ceiling and operations / arithmetic ceiling, and the boundary's; the bus "
+    "drains and ramps up at half its rate, so a launch too short to fill it takes twice its stream's time and a node's",
     "bound: memory or arithmetic, by the side of the roof, or launch, where both take less than launching",
     "at these batches fusion saves boundaries, not HBM bytes: every weight is read once either way",
 )

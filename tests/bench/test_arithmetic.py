@@ -1,8 +1,10 @@
 """The byte arithmetic of a step: it adds up to what the config says a token reads, and has as many launches as the ops sets."""
 
+from itertools import pairwise
+
 import pytest
 
-from bench.arithmetic import H200, Ceilings, in_order, step_bytes, step_launches, step_ms
+from bench.arithmetic import H200, Ceilings, Launch, in_order, step_bytes, step_launches, step_ms
 from models.random_weights import SHAPES
 from runtime.ops.fused import FusedOps
 from runtime.ops.unfused import UnfusedOps
@@ -91,6 +93,18 @@ def test_a_time_is_bytes_over_the_ceiling_and_a_boundary_or_a_node():
     assert (GIVEN.side(launches["q"]), GIVEN.side(launches["rope"])) == ("memory", "launch")
     many = {each.name: each for each in step_launches(config, "bfloat16", 16, 512, "unfused")}
     assert Ceilings(1000.0, 1.0, 1.0, 0.5, 2.0, 1.5, "given").side(many["q"]) == "arithmetic"
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+def test_a_prediction_grows_with_the_bytes_and_never_jumps(pdl):
+    """A launch that streamed just longer than a node takes was once told a whole boundary more than one just shorter."""
+    step = 10_000
+    found = [H200.predicted_us(Launch("x", "x", 1, i * step, 0, 0), pdl) for i in range(3000)]
+    node, boundary = (H200.node_pdl_us, H200.boundary_pdl_us) if pdl else (H200.node_us, H200.boundary_us)
+    streams = step / H200.read_gbps / 1e3
+    assert found[0] == node
+    assert found[-1] == pytest.approx(2999 * streams + boundary)
+    assert all(streams <= b - a + 1e-9 and b - a <= 2 * streams + 1e-9 for a, b in pairwise(found))
 
 
 def test_the_h200s_figures_put_a_7b_step_over_its_floor():
