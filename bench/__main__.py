@@ -21,11 +21,11 @@ import torch
 from bench import check, compare, fusion, http, kernels, latency, launches, roofline
 from bench.experiments import EXPERIMENTS
 from bench.output import Output
-from bench.steps import StepsOptions
+from bench.steps import StepsOptions, device_failed
 from runtime.__main__ import add_engine_flags, engine_config, run_door
 from runtime.config import DTYPES, MAX_SLOTS, WEIGHTS, EngineConfig
 from runtime.device import resolve
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, OutOfMemoryError
 
 T = TypeVar("T")
 Options = TypeVar("Options", latency.LatencyOptions, check.CheckOptions, StepsOptions, http.HttpOptions)
@@ -149,7 +149,9 @@ def _add_check(flags: argparse.ArgumentParser) -> None:
     flags.description = "Play token ids through prefill and decode, each fed from the list, and write or judge the logits."
     _add_engine_flags(flags)
     group = flags.add_argument_group("check")
-    group.add_argument("--ids", type=Path, metavar="FILE", help="JSON list of token ids (default: 64 drawn with seed 0)")
+    given = group.add_mutually_exclusive_group()
+    given.add_argument("--ids", type=Path, metavar="FILE", help="JSON list of token ids (default: those of a short text)")
+    given.add_argument("--prompt-ids", type=_given_ids, metavar="IDS", help="token ids, separated by commas")
     group.add_argument("--prefill", type=_count(0), metavar="N", help="ids that go through prefill (default: half)")
     group.add_argument("--rows", type=_count(1, MAX_SLOTS), default=1, metavar="B", help="the ids play in rows 0 and B-1")
     group.add_argument("--logits", type=Path, metavar="FILE", help="write [ids, vocabulary] float32 logits as safetensors")
@@ -250,15 +252,24 @@ def _word(allowed: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
+def _given_ids(text: str) -> tuple[int, ...]:
+    return tuple(_count(0)(part) for part in text.split(","))
+
+
 def _list(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """An argparse type: values separated by commas, each once."""
     return lambda text: tuple(dict.fromkeys(read(part) for part in text.split(",")))
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Parse and run one subcommand; its exit code."""
+    """Parse and run one subcommand; its exit code. Raises QuartetError, DeviceError for any error of the device's."""
     args = parser().parse_args(argv)
-    return cast(int, args.run(args))
+    try:
+        return cast(int, args.run(args))
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(f"the device's memory is full: {str(error).splitlines()[0]}") from error
+    except torch.AcceleratorError as error:
+        raise device_failed(error) from error
 
 
 def main() -> None:

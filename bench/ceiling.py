@@ -22,7 +22,7 @@ class Ceiling:
     """What the memory bus gives.
 
     Attributes:
-        measured_gbps: read rate reached just now; how: by what.
+        measured_gbps: read rate; how: reached by what, and when.
         datasheet_gbps: None for a device whose datasheet is not in the table.
     """
 
@@ -36,21 +36,21 @@ class Ceiling:
 
     def __str__(self) -> str:
         datasheet = "not known" if self.datasheet_gbps is None else f"{self.datasheet_gbps:,.0f} GB/s"
-        return f"read ceiling {self.measured_gbps:,.1f} GB/s ({self.how}, measured now); datasheet {datasheet}"
+        return f"read ceiling {self.measured_gbps:,.1f} GB/s ({self.how}); datasheet {datasheet}"
 
 
 def measure_ceiling(device: torch.device) -> Ceiling:
     """Measure the read rate of the device's memory; about a second, and up to 4.3 GB that are given back."""
     if device.type == "cuda":
         buffer = torch.ones(min(CUDA_BYTES, free_bytes(device) // 4) // 4, device=device)
-        gbps, how = _cuda_gbps(buffer), f"Triton read kernel over {buffer.nbytes / 1e9:.2f} GB"
+        gbps, how = _cuda_gbps(buffer), f"Triton read kernel over {buffer.nbytes / 1e9:.2f} GB, measured now"
         del buffer
         torch.cuda.empty_cache()
         return Ceiling(gbps, how, datasheet_gbps(torch.cuda.get_device_name(device)))
     buffer = torch.ones(CPU_BYTES // 4)
     least_us = min(back_to_back_us(buffer.sum, 1, device) for _ in range(8))
     # The best one: other processes share a CPU's bus, and a ceiling is what it can do.
-    how = f"torch.sum over {buffer.nbytes / 1e9:.2f} GB, {torch.get_num_threads()} threads, best of 8"
+    how = f"torch.sum over {buffer.nbytes / 1e9:.2f} GB, {torch.get_num_threads()} threads, best of 8, measured now"
     return Ceiling(buffer.nbytes / least_us / 1e3, how, None)
 
 

@@ -19,7 +19,7 @@ from bench.hugging_face import reference
 from bench.output import json_text, require_folder
 from bench.rule_n import Verdict, rule_n
 from bench.session import environment, load
-from models import Decoder, Loaded, find_model
+from models import Decoder, Loaded, ModelSource, find_model, load_tokenizer
 from runtime.config import EngineConfig
 from runtime.decode_graph import DecodeGraphs
 from runtime.decode_step import DecodeStep, pack
@@ -27,6 +27,12 @@ from runtime.errors import ConfigError, RequestError
 from runtime.request import Request
 
 DEFAULT_IDS = 64
+TEXT = (
+    "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or twice "
+    "she had peeped into the book her sister was reading, but it had no pictures or conversations in it, “and what is the use of "
+    "a book,” thought Alice “without pictures or conversations?”"
+)
+"""Lewis Carroll, 1865. A model is sure of what follows at some of its positions, and of none of ids that are drawn."""
 STAGGER = 7
 """Positions between two neighbouring fillers, so that the rows of a step differ in length; coprime to the usual block sizes."""
 
@@ -37,7 +43,7 @@ class CheckOptions:
 
     Attributes:
         wishes: one EngineConfig for each combination of ops and graph, with at least `rows` slots.
-        ids: a JSON file with a list of token ids; None: 64 ids drawn from the model's vocabulary with seed 0.
+        ids: a JSON file with a list of token ids; prompt_ids: the ids themselves; both None: see `default_ids`.
         prefill: ids that go through prefill; None: half of them.
         rows: rows of every decode step.
         logits: safetensors file to write.
@@ -50,6 +56,7 @@ class CheckOptions:
     revision: str | None
     wishes: tuple[EngineConfig, ...]
     ids: Path | None
+    prompt_ids: tuple[int, ...] | None
     prefill: int | None
     rows: int
     logits: Path | None
@@ -69,13 +76,11 @@ def run(options: CheckOptions) -> int:
         raise ConfigError("nothing to do: give --logits FILE to write logits, --against transformers to judge them, or both")
     require_folder(options.logits, "--logits")
     source = find_model(options.model, options.revision)
-    vocab_size = source.config.vocab_size
-    ids = drawn_ids(vocab_size, source.config.max_position) if options.ids is None else read_ids(options.ids, vocab_size)
+    ids, origin = _ids(options, source)
     prefill = len(ids) // 2 if options.prefill is None else options.prefill
     if prefill > len(ids):
         raise RequestError(f"--prefill is {prefill}; allowed: 0 to the number of ids, {len(ids)}")
     loaded, modes = load(source, options.revision, options.wishes, len(ids))
-    origin = "drawn from the vocabulary with seed 0" if options.ids is None else f"from {options.ids}"
     decoded = f"{len(ids) - prefill} through decode steps of {options.rows} rows"
     say(
         f"bench check: {source.label}, {loaded.config.dtype}, weights {loaded.config.weights}, on {loaded.config.device}",
@@ -92,7 +97,7 @@ def run(options: CheckOptions) -> int:
         tensors |= dict(zip((name, f"{name}.last"), played, strict=False))
     if options.logits is not None:
         save_file(tensors, options.logits)
-        say(f"wrote {options.logits}: {', '.join(tensors)}, each {[len(ids), vocab_size]} float32")
+        say(f"wrote {options.logits}: {', '.join(tensors)}, each {[len(ids), source.config.vocab_size]} float32")
     verdicts = _judge(loaded, ids, tensors, say) if options.against else {}
     passed = all(verdict.passed for verdict in verdicts.values())
     result = {
@@ -112,27 +117,43 @@ def run(options: CheckOptions) -> int:
     return 0 if passed else 1
 
 
-def read_ids(path: Path, vocab_size: int) -> list[int]:
-    """The JSON list of token ids in a file.
+def _ids(options: CheckOptions, source: ModelSource) -> tuple[list[int], str]:
+    """The token ids to play, and where they are from.
 
     Raises:
-        RequestError: no such file, something else in it, or an id outside the vocabulary.
+        RequestError: no file, or something else in it, or an id that the vocabulary lacks.
     """
+    if options.prompt_ids is not None:
+        ids, origin = list(options.prompt_ids), "as given"
+    elif options.ids is not None:
+        ids, origin = read_ids(options.ids), f"from {options.ids}"
+    else:
+        ids, origin = default_ids(source)
+    for token in ids:
+        if not 0 <= token < source.config.vocab_size:
+            raise RequestError(f"token id {token} is outside the vocabulary of 0 to {source.config.vocab_size - 1}")
+    return ids, origin
+
+
+def read_ids(path: Path) -> list[int]:
+    """The JSON list of token ids in a file. Raises RequestError: no such file, or something else in it."""
     try:
         ids = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise RequestError(f"--ids {path}: it must hold a JSON list of token ids: {error}") from error
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise RequestError(f"--ids {path}: it must hold a JSON list of token ids, at least one, and nothing else")
-    for token in ids:
-        if not 0 <= token < vocab_size:
-            raise RequestError(f"token id {token} is outside the vocabulary of 0 to {vocab_size - 1}")
     return ids
 
 
-def drawn_ids(vocab_size: int, limit: int | None) -> list[int]:
-    """64 ids (fewer where the model's context is shorter) drawn evenly from the vocabulary with a fixed seed."""
-    return random_ids(vocab_size, 1, min(DEFAULT_IDS, limit or DEFAULT_IDS), seed=0)[0]
+def default_ids(source: ModelSource) -> tuple[list[int], str]:
+    """64 ids of a short English text, or without a tokenizer drawn evenly from the vocabulary with a fixed seed (fewer where
+    the model's context is shorter), and what they are."""
+    length = min(DEFAULT_IDS, source.config.max_position or DEFAULT_IDS)
+    tokenizer = load_tokenizer(source) if source.has_tokenizer else None
+    if tokenizer is None:
+        return random_ids(source.config.vocab_size, 1, length, seed=0)[0], "drawn from the vocabulary with seed 0"
+    return tokenizer.encode(TEXT)[:length], "of a short English text"
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from bench.launches import measure, tflops
 from bench.ncu import counted, watched
 from bench.output import Output, Report
 from bench.session import environment
-from bench.steps import launched, median, samples_us
+from bench.steps import launched, median, require_device, samples_us
 
 
 def run(device: torch.device, only: Sequence[str] | None, output: Output, flags: dict[str, Any]) -> int:
@@ -67,6 +67,7 @@ def _row(variant: Variant, rates: Rates, device: torch.device) -> tuple[dict[str
             row |= {"registers": max(each.registers for each in taken), "spills": max(each.spills for each in taken)}
         del play
     except Exception as error:  # compilers raise types of their own
+        require_device(device, error)
         row["note"] = f"failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
     torch.cuda.empty_cache()
     return row, samples

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.arithmetic import Launch, in_order, step_launches, step_name
+from bench.arithmetic import H200, Launch, in_order, step_launches, step_name
 from bench.ceiling import Ceiling, measure_ceiling
 from bench.output import Output, Report
 from bench.session import environment
@@ -51,8 +51,11 @@ def run(options: StepsOptions, seconds: float | None) -> int:
     if seconds is not None and weights != "bf16":
         raise ConfigError(f"--tune searches the tiles of dense weights and these are {weights}; give --weights bf16")
     device = torch.device(settled.device)
-    cuda, ceiling = device.type == "cuda", measure_ceiling(device)
-    how = (HOW, ROW_TIMES) if cuda else ("no CUDA device: bytes and floors only; no kernel can be timed here",)
+    cuda = device.type == "cuda"
+    ceiling = (
+        measure_ceiling(device) if cuda else Ceiling(H200.read_gbps, f"on record, not of this machine: {H200.source}", None)
+    )
+    how = (HOW, ROW_TIMES) if cuda else ("no CUDA device: bytes, and an H200's floors; no kernel can be timed here",)
     output.begin(
         f"bench kernels: {source.label}, {settled.dtype}, weights {weights}", [str(ceiling), f"context {options.context}", *how]
     )

@@ -21,6 +21,7 @@ from runtime.config import EngineConfig
 from runtime.decode_graph import DecodeGraphs
 from runtime.decode_step import pack
 from runtime.device import resolve
+from runtime.errors import DeviceError
 from runtime.ops import Ops
 from runtime.request import Request
 
@@ -184,6 +185,21 @@ def samples_us(play: Play, device: torch.device, reps: int = 9, sample_us: float
     estimate = back_to_back_us(play, 1, device)
     calls = max(1, min(1000, int(sample_us / max(estimate, 1e-3))))
     return [back_to_back_us(play, calls, device) for _ in range(reps)]
+
+
+def require_device(device: torch.device, error: Exception) -> None:
+    """Told apart from what failed on its own: DeviceError if the device answers no more after `error`, as after a fault in a
+    kernel, since then nothing else can run in this process."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        raise device_failed(error) from error
+
+
+def device_failed(error: Exception) -> DeviceError:
+    """One sentence for an error of CUDA's that stays."""
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    return DeviceError(f"the device failed and nothing further can run in this process: {said}; run the command again")
 
 
 def median(samples: list[float]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.steps import Play, WholeSteps, median
+from bench.steps import Play, WholeSteps, median, require_device
 from models.config import ModelConfig
 from runtime.ops.attention import attention_tile
 from runtime.ops.configs import Kernel, Tile, tile_for
@@ -110,6 +110,7 @@ def _try(found: Found, key: Any, tile: Any, steps: WholeSteps, pdl: bool, expect
         if ms < found.ms * (1 - GAIN):
             ms = max(ms, median(steps.ms(play)))
     except Exception as error:  # Triton and ptxas raise types of their own; whatever it is, this tile is none
+        require_device(steps.device, error)
         say(f"  {key} {tile}: refused: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
         return False
     taken = ms < found.ms * (1 - GAIN)

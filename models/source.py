@@ -16,6 +16,7 @@ from models.demo import demo_folder
 from models.fields import Fields, one_line
 from models.gguf import open_gguf
 from models.stored import INDEX, Entry, file_names, open_file
+from models.tokenizer import FILES
 from models.weights import WeightFiles
 from runtime.errors import CheckpointError, ConfigError, QuartetError
 
@@ -70,6 +71,11 @@ class ModelSource:
     def folder(self) -> Path | None:
         """The folder, which transformers can read too; None where there is none."""
         return self.path if self.path is not None and self.path.is_dir() else None
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there are files of a tokenizer; a .gguf file holds its own."""
+        return self.path is not None and (self.path.is_file() or any((self.path / name).is_file() for name in FILES))
 
     def with_random_weights(self) -> "ModelSource":
         """The same shapes with random weights, no tokenizer and no limit of positions."""

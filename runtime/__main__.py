@@ -205,7 +205,8 @@ def run(argv: Sequence[str] | None = None) -> int:
     config, params = engine_config(args), SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     text = _text(args)
     source = find_model(args.model, args.revision)
-    tokenizer = load_tokenizer(source, args.chat_template)
+    ids_only = args.prompt_ids is not None and not source.has_tokenizer
+    tokenizer = None if ids_only else load_tokenizer(source, args.chat_template)
     templated = tokenizer is not None and tokenizer.has_chat_template and not args.raw
     opening = [] if args.system is None else [_said("system", args.system)]
     if opening and not templated:
@@ -221,7 +222,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         _fit(len(ids), config.max_len, source.config.max_position)
 
     needed = len(ids) + args.max_tokens if args.prompt_ids is not None and args.max_tokens is not None else None
-    loaded = load_engine(args.model, config, args.revision, needed_len=needed, chat_template=args.chat_template)
+    loaded = load_engine(
+        args.model, config, args.revision, needed_len=needed, chat_template=args.chat_template, ids_only=ids_only
+    )
     print(*loaded.notes, sep="\n", file=sys.stderr)
     terminal = Terminal(loaded, args, params)
     if ids is not None:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from bench import check, hugging_face
 from models import ModelConfig, load_engine, random_weights
+from runtime.__main__ import run as runtime_door
 from runtime.config import EngineConfig
 from runtime.errors import ConfigError, RequestError
 from tests.checkpoints import ARCHITECTURES, tiny, tok_b
@@ -75,11 +76,32 @@ def test_words_for_the_same_combination_are_played_once(bench, folders, tmp_path
     assert bench("check", "--model", folders["llama"], *words).result["logits"] == ["logits.unfused.off"]
 
 
-def test_drawn_ids_are_the_same_every_time_and_said_to_be_drawn(bench, folders, tmp_path):
-    runs = [bench("check", "--model", folders["llama"], "--logits", tmp_path / "out.safetensors") for _ in range(2)]
+def test_without_a_tokenizer_ids_are_drawn_the_same_every_time_and_said_to_be(bench, tmp_path):
+    """Such a folder was refused for the tokenizer that the command has no use for."""
+    folder = tiny(tmp_path / "bare")
+    runs = [bench("check", "--model", folder, "--logits", tmp_path / "out.safetensors") for _ in range(2)]
     assert runs[0].result["ids"] == runs[1].result["ids"]
     assert len(runs[0].result["ids"]) == 64
     assert "drawn from the vocabulary with seed 0" in runs[0].out
+    given = bench("check", "--model", folder, "--prompt-ids", "5,5,7", "--logits", tmp_path / "out.safetensors")
+    assert given.result["ids"] == [5, 5, 7]
+    assert runtime_door([str(folder), "--prompt-ids", "5,7", "--max-tokens", "2", "--device", "cpu"]) == 0
+
+
+def test_ids_are_of_a_real_text_where_there_is_a_tokenizer(bench, folders, tmp_path):
+    printed = bench("check", "--model", folders["llama"], "--logits", tmp_path / "out.safetensors")
+    assert bytes(printed.result["ids"]).decode() == check.TEXT[:64]
+    assert "64 ids of a short English text" in printed.out
+
+
+@pytest.mark.model
+def test_the_demos_own_ids_decide_positions(bench):
+    """Of ids that were drawn it was sure nowhere, so half of the rule judged nothing."""
+    printed = bench("check", "--model", "demo", "--against", "transformers")
+    verdict = printed.result["rule_n"]["logits.unfused.off"]
+    print(verdict["decided"], "decided")
+    assert printed.code == 0
+    assert verdict["decided"] >= 5
 
 
 def test_a_context_shorter_than_64_gets_as_many_ids_as_it_holds(bench, tmp_path):

@@ -67,6 +67,7 @@ def test_a_variant_that_fails_is_told_in_its_row(monkeypatch):
         raise RuntimeError("no such kernel\nand more")
 
     monkeypatch.setattr(fusion.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(fusion.torch.cuda, "synchronize", lambda device: None)
     row, samples = fusion._row(experiments.Variant("torch.compile", [(8, 0)], make), RATES, Cuda())
     assert row["note"] == "failed: no such kernel"
     assert (row["us"], samples) == (None, None)

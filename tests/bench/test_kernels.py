@@ -12,7 +12,7 @@ from bench.arithmetic import in_order, step_launches
 from bench.ceiling import Ceiling
 from bench.steps import Resources
 from models.random_weights import SHAPES
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, DeviceError
 from runtime.ops import configs
 from runtime.ops.attention import AttentionTile
 from runtime.ops.tuned import TileKey, load_tuned, save_tuned
@@ -34,6 +34,8 @@ def test_a_cpu_gets_bytes_and_floors(bench):
     printed = bench("kernels", "--model", "random:llama-2-7b", "--batch", "1,8")
     assert printed.code == 0
     assert "no kernel can be timed here" in printed.out
+    assert "4,610.0 GB/s (on record, not of this machine: one NVIDIA H200" in printed.out
+    assert printed.result["ceiling"]["measured_gbps"] == 4610.0
     assert "Kernels of a fused step, batch 8" in printed.out
     assert "norm 2 + gate + up + SiLU · up" in printed.out
     assert printed.result["measured"] == {}
@@ -62,7 +64,7 @@ def test_a_row_holds_the_launch_and_what_it_replaces():
 class Clock:
     """Steps whose time depends on the tiles alone: 3 ms, and less the nearer rows are to 8 and warps to 2."""
 
-    batch = 1
+    batch, device = 1, torch.device("cuda")
 
     def __init__(self):
         self.graphs = 0
@@ -87,6 +89,7 @@ class Clock:
 def test_the_tuner_goes_down_to_the_best_tile_and_passes_over_wrong_ones(monkeypatch):
     monkeypatch.setattr(tune.Found, "ops", lambda self, pdl: {"tiles": self.tiles})
     monkeypatch.setattr(tune, "_logits", lambda steps, play: play.logits)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     said = []
     found = tune.Found({("norm_linear", 64, 64): Tile(2, 64, 8, 1)}, Tile(1, 1, 1, 1))
     tune.tune(found, Clock(), True, 60, said.append)
@@ -95,6 +98,20 @@ def test_the_tuner_goes_down_to_the_best_tile_and_passes_over_wrong_ones(monkeyp
     assert found.ms == pytest.approx(3.0)
     assert any("other logits" in line for line in said)
     assert any("refused: out of resource" in line for line in said)
+
+
+def test_a_dead_device_ends_the_tuner_in_one_sentence(monkeypatch):
+    """Every further tile would be refused with the same words, for as long as the tuner has time."""
+    monkeypatch.setattr(tune.Found, "ops", lambda self, pdl: {"tiles": self.tiles})
+    monkeypatch.setattr(tune, "_logits", lambda steps, play: play.logits)
+
+    def dead(device):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    found = tune.Found({("norm_linear", 64, 64): Tile(2, 64, 8, 1)}, Tile(1, 1, 1, 1))
+    with pytest.raises(DeviceError, match=r"^the device failed and nothing further can run .*out of resource.*again$"):
+        tune.tune(found, Clock(), True, 60, print)
 
 
 def test_the_tuner_stops_when_its_time_is_over(monkeypatch):

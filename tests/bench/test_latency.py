@@ -17,7 +17,7 @@ from bench.contenders import TransformersRun
 from bench.output import json_text, markdown
 from bench.timing import Cell, Pass, Shape
 from runtime.engine import Engine
-from runtime.errors import ConfigError, OutOfMemoryError, RequestError
+from runtime.errors import ConfigError, DeviceError, OutOfMemoryError, RequestError
 from tests.checkpoints import tiny, tok_b
 
 QUICK = ("--prompt-len", 16, "--gen-len", 6, "--reps", 2)
@@ -217,6 +217,17 @@ def test_a_share_is_the_floor_over_the_mean_time_of_a_token():
     assert result["share_of_datasheet"] == pytest.approx(0.25)
     assert result["read_gbps"] == pytest.approx(5.0)
     assert result["mean_end_to_end_tok_s"] == pytest.approx(3 / 0.508)
+
+
+def test_an_error_of_the_devices_anywhere_is_one_sentence(bench, monkeypatch):
+    def dead(*words):
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure\nand advice")
+
+    monkeypatch.setattr("bench.launches.run", dead)
+    with pytest.raises(
+        DeviceError, match=r"^the device failed .*: CUDA error: unspecified launch failure; run the .*$"
+    ):
+        bench("launches")
 
 
 @pytest.mark.parametrize(
