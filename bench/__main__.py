@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -29,6 +30,7 @@ from runtime.errors import ConfigError, OutOfMemoryError
 
 T = TypeVar("T")
 Options = TypeVar("Options", latency.LatencyOptions, check.CheckOptions, StepsOptions, http.HttpOptions)
+DEVICES = ("auto", "cpu", "cuda")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,42 +38,40 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(prog="python -m bench", description="Measure Quartet. The last line is one JSON object.")
     commands = flags.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add, about in (
-        ("latency", _add_latency, "first-token and inter-token times"),
+        ("latency", _add_latency, "first-token and inter-token times of every combination of flags, taking turns"),
         ("roofline", _add_roofline, "a step's bytes by launch, the time they predict, and the measured one"),
         ("kernels", _add_kernels, "each kernel's bytes, floor, time and registers, beside what it replaces; the tuner"),
         ("fusion", _add_fusion, "the shapes of fusion and its limits, as experiments"),
-        ("launches", _add_launches, "what a launch costs"),
+        ("launches", _add_launches, "what a launch costs: torch op, Triton launch, graph node, node with PDL"),
         ("http", _add_http, "a server's first-token and inter-token times as a client sees them"),
-        ("compare", _add_compare, "two results; exit code 1 past a threshold"),
-        ("check", _add_check, "logits against transformers"),
+        ("compare", _add_compare, "two results of one command; exit code 1 if B is slower past a threshold"),
+        ("check", _add_check, "play token ids, each fed from the list, and write or judge the logits"),
     ):
-        add(commands.add_parser(name, conflict_handler="resolve", help=about))
+        add(commands.add_parser(name, conflict_handler="resolve", help=about, description=about))
     return flags
 
 
 def _add_latency(flags: argparse.ArgumentParser) -> None:
-    flags.description = "Time prefill and decode of every combination of --ops, --graph, --batch and --depth, taking turns."
     _add_engine_flags(flags)
     about = f"{', '.join(WEIGHTS)}: formats of a layer's projections, side by side (default: auto, as stored)"
     flags.add_argument("--weights", type=_list(_word(WEIGHTS)), default=("auto",), metavar="NAME,NAME", help=about)
-    group = flags.add_argument_group("matrix")
-    group.add_argument("--batch", type=_list(_count(1, MAX_SLOTS)), default=(1,), metavar="N,N", help="streams (default: 1)")
-    group.add_argument("--depth", type=_list(_count(0)), default=(0,), metavar="N,N", help="random K and V before the prompt")
-    group.add_argument("--alone", type=_list(_count(0)), default=(), metavar="N,N", help="further depths, of one stream alone")
-    group.add_argument("--prompt-len", type=_count(1), default=512, metavar="N", help="default: 512")
-    group.add_argument("--gen-len", type=_count(3), default=128, metavar="N", help="at least 3 (default: 128)")
-    group.add_argument("--reps", type=_count(1), default=5, metavar="N", help="counted passes of each cell (default: 5)")
-    group.add_argument("--warmup", type=_count(0), default=1, metavar="N", help="uncounted full passes (default: 1)")
-    group.add_argument("--random-weights", action="store_true", help="random weights of the model's shapes")
-    group.add_argument("--against", choices=("transformers",), help="Hugging Face plays the same cells")
-    group.add_argument("--ladder", action="store_true", help="play every rung from unfused eager to fused with PDL")
-    group.add_argument("--start", action="store_true", help="measure start costs too, cold and warm")
-    group.add_argument("--no-counts", dest="counts", action="store_false", help="no profiler: no launches, no busy times")
+    add = flags.add_argument_group("matrix").add_argument
+    add("--batch", type=_list(_count(1, MAX_SLOTS)), default=(1,), metavar="N,N", help="streams (default: 1)")
+    add("--depth", type=_list(_count(0)), default=(0,), metavar="N,N", help="random K and V before the prompt")
+    add("--alone", type=_list(_count(0)), default=(), metavar="N,N", help="further depths, of one stream alone")
+    add("--prompt-len", type=_count(1), default=512, metavar="N", help="default: 512")
+    add("--gen-len", type=_count(3), default=128, metavar="N", help="at least 3 (default: 128)")
+    add("--reps", type=_count(1), default=5, metavar="N", help="counted passes of each cell (default: 5)")
+    add("--warmup", type=_count(0), default=1, metavar="N", help="uncounted full passes (default: 1)")
+    add("--random-weights", action="store_true", help="random weights of the model's shapes")
+    add("--against", choices=("transformers",), help="Hugging Face plays the same cells")
+    add("--ladder", action="store_true", help="play every rung from unfused eager to fused with PDL")
+    add("--start", action="store_true", help="measure start costs too, cold and warm")
+    add("--no-counts", dest="counts", action="store_false", help="no profiler: no launches, no busy times")
     output = _add_output_flags(flags)
     output.add_argument("--plot", type=Path, metavar="FILE", help="a PNG of where a token's time goes")
-    output.add_argument(
-        "--profile", type=Path, metavar="FILE", help="keep the profiler's trace, PDL off (.json, .json.gz), for Perfetto"
-    )
+    about = "keep the profiler's trace, PDL off (.json, .json.gz), for Perfetto"
+    output.add_argument("--profile", type=Path, metavar="FILE", help=about)
     flags.set_defaults(run=lambda args: latency.run(_matrix(latency.LatencyOptions, args, max(args.batch))))
 
 
@@ -80,7 +80,7 @@ def _add_steps_flags(flags: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     flags.add_argument("--model", metavar="MODEL", default="demo", help="as everywhere (default: demo)")
     flags.add_argument("--revision", help="branch, tag or commit of a hub id")
     flags.add_argument("--random-weights", action="store_true", help="random weights of the model's shapes")
-    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    flags.add_argument("--device", choices=DEVICES, default="auto")
     flags.add_argument("--dtype", choices=DTYPES, default="auto")
     flags.add_argument("--weights", choices=WEIGHTS, default="auto", help="of a layer's projections (default: as stored)")
     group = flags.add_argument_group("steps")
@@ -91,39 +91,32 @@ def _add_steps_flags(flags: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def _add_roofline(flags: argparse.ArgumentParser) -> None:
-    flags.description = "Write out a decode step's bytes and operations by launch, predict its time, then measure it on a GPU."
-    group = _add_steps_flags(flags)
     about = "h200: figures on record, arithmetic only; measured: this device's (default: measured on a GPU, else h200)"
-    group.add_argument("--gpu", choices=("h200", "measured"), help=about)
-    flags.set_defaults(run=lambda args: roofline.run(_steps(args), args.gpu or _default_gpu(args)))
+    _add_steps_flags(flags).add_argument("--gpu", choices=("h200", "measured"), help=about)
+    flags.set_defaults(run=lambda args: roofline.run(_steps(args), args.gpu))
 
 
 def _add_kernels(flags: argparse.ArgumentParser) -> None:
-    flags.description = "Time each kernel of a fused step inside whole steps, beside the unfused launches that it replaces."
     group = _add_steps_flags(flags)
     group.add_argument("--tune", action="store_true", help="search tiles by whole-step time; the runtime reads what is found")
     group.add_argument("--tune-seconds", type=_count(1), default=120, metavar="N", help="for each batch (default: 120)")
-    flags.set_defaults(run=lambda args: kernels.run(_steps(args), _tune_seconds(args)))
+    flags.set_defaults(run=lambda args: kernels.run(_steps(args), args.tune_seconds if args.tune else None))
 
 
 def _add_fusion(flags: argparse.ArgumentParser) -> None:
-    flags.description = "Each experiment unfused, through torch.compile and as a Triton kernel, with bytes predicted."
-    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    names = ", ".join(EXPERIMENTS)
-    flags.add_argument("--only", type=_list(_word(tuple(EXPERIMENTS))), metavar="NAME,NAME", help=f"of {names}")
-    _add_output_flags(flags)
+    _add_launches(flags)
+    about = f"of {', '.join(EXPERIMENTS)}"
+    flags.add_argument("--only", type=_list(_word(EXPERIMENTS)), metavar="NAME,NAME", help=about)
     flags.set_defaults(run=lambda args: fusion.run(_device(args), args.only, _output(args), _flags(args)))
 
 
 def _add_launches(flags: argparse.ArgumentParser) -> None:
-    flags.description = "What a launch costs: torch op, Triton launch, graph node, graph node with PDL."
-    flags.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    flags.add_argument("--device", choices=DEVICES, default="auto")
     _add_output_flags(flags)
     flags.set_defaults(run=lambda args: launches.run(_device(args), _output(args), _flags(args)))
 
 
 def _add_http(flags: argparse.ArgumentParser) -> None:
-    flags.description = "Send prompts of random ids to a server's /v1/completions and time its streams."
     flags.add_argument("--url", default="http://127.0.0.1:8000", help="default: http://127.0.0.1:8000")
     flags.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     flags.add_argument("--api-key", metavar="K")
@@ -137,7 +130,6 @@ def _add_http(flags: argparse.ArgumentParser) -> None:
 
 
 def _add_compare(flags: argparse.ArgumentParser) -> None:
-    flags.description = "Compare two results of one command, B against A."
     flags.add_argument("a", type=Path, metavar="A.json")
     flags.add_argument("b", type=Path, metavar="B.json")
     flags.add_argument("--threshold", type=_count(0), default=5, metavar="PERCENT", help="B may be slower by this (default: 5)")
@@ -146,12 +138,11 @@ def _add_compare(flags: argparse.ArgumentParser) -> None:
 
 
 def _add_check(flags: argparse.ArgumentParser) -> None:
-    flags.description = "Play token ids through prefill and decode, each fed from the list, and write or judge the logits."
     _add_engine_flags(flags)
     group = flags.add_argument_group("check")
     given = group.add_mutually_exclusive_group()
     given.add_argument("--ids", type=Path, metavar="FILE", help="JSON list of token ids (default: those of a short text)")
-    given.add_argument("--prompt-ids", type=_given_ids, metavar="IDS", help="token ids, separated by commas")
+    given.add_argument("--prompt-ids", type=_each(_count(0)), metavar="IDS", help="token ids, separated by commas")
     group.add_argument("--prefill", type=_count(0), metavar="N", help="ids that go through prefill (default: half)")
     group.add_argument("--rows", type=_count(1, MAX_SLOTS), default=1, metavar="B", help="the ids play in rows 0 and B-1")
     group.add_argument("--logits", type=Path, metavar="FILE", help="write [ids, vocabulary] float32 logits as safetensors")
@@ -178,18 +169,13 @@ def _add_output_flags(flags: argparse.ArgumentParser) -> argparse._ArgumentGroup
 
 
 def _matrix(kind: type[Options], args: argparse.Namespace, rows: int) -> Options:
-    """A command's options out of its flags, with an EngineConfig for each combination of --ops and --graph."""
+    """A command's options out of its flags, with an EngineConfig for each combination of --weights, --ops and --graph."""
     if args.max_slots is not None and args.max_slots < rows:
         raise ConfigError(f"--max-slots is {args.max_slots} and {rows} rows are to be played; raise it or leave it out")
     played = {**_flags(args), "max_slots": args.max_slots or rows}
-    formats = [args.weights] if isinstance(args.weights, str) else args.weights
-    combinations = [
-        {**played, "weights": weights, "ops": ops, "graph": graph}
-        for weights in formats
-        for ops in args.ops
-        for graph in args.graph
-    ]
-    return _options(kind, args, wishes=tuple(engine_config(argparse.Namespace(**each)) for each in combinations))
+    formats = (args.weights,) if isinstance(args.weights, str) else args.weights
+    each = (dict(zip(("weights", "ops", "graph"), words, strict=True)) for words in product(formats, args.ops, args.graph))
+    return _options(kind, args, wishes=tuple(engine_config(argparse.Namespace(**played | words)) for words in each))
 
 
 def _steps(args: argparse.Namespace) -> StepsOptions:
@@ -197,20 +183,9 @@ def _steps(args: argparse.Namespace) -> StepsOptions:
     return _options(StepsOptions, args, config={name: getattr(args, name) for name in ("device", "dtype", "weights")})
 
 
-def _default_gpu(args: argparse.Namespace) -> str:
-    return "measured" if _device(args).type == "cuda" else "h200"
-
-
-def _tune_seconds(args: argparse.Namespace) -> float | None:
-    if args.tune and _device(args).type != "cuda":
-        raise ConfigError("--tune times fused kernels and needs a CUDA device; leave it out here")
-    return args.tune_seconds if args.tune else None
-
-
 def _options(kind: type[Options], args: argparse.Namespace, **more: object) -> Options:
     flags = _flags(args)
-    output = _output(args) if "output" in flags else None
-    values = {**flags, "output": output, "flags": flags, **more}
+    values = {**flags, "output": _output(args) if "output" in flags else None, "flags": flags, **more}
     return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
@@ -252,13 +227,14 @@ def _word(allowed: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
-def _given_ids(text: str) -> tuple[int, ...]:
-    return tuple(_count(0)(part) for part in text.split(","))
+def _each(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """An argparse type: values separated by commas."""
+    return lambda text: tuple(map(read, text.split(",")))
 
 
 def _list(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """An argparse type: values separated by commas, each once."""
-    return lambda text: tuple(dict.fromkeys(read(part) for part in text.split(",")))
+    """The same, each once."""
+    return lambda text: tuple(dict.fromkeys(map(read, text.split(","))))
 
 
 def run(argv: Sequence[str] | None = None) -> int:

@@ -29,8 +29,8 @@ from runtime.request import Request
 DEFAULT_IDS = 64
 TEXT = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or twice "
-    "she had peeped into the book her sister was reading, but it had no pictures or conversations in it, “and what is the use of "
-    "a book,” thought Alice “without pictures or conversations?”"
+    "she had peeped into the book her sister was reading, but it had no pictures or conversations in it, “and what is the use "
+    "of a book,” thought Alice “without pictures or conversations?”"
 )
 """Lewis Carroll, 1865. A model is sure of what follows at some of its positions, and of none of ids that are drawn."""
 STAGGER = 7
@@ -39,18 +39,7 @@ STAGGER = 7
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What `bench check` was asked for.
-
-    Attributes:
-        wishes: one EngineConfig for each combination of ops and graph, with at least `rows` slots.
-        ids: a JSON file with a list of token ids; prompt_ids: the ids themselves; both None: see `default_ids`.
-        prefill: ids that go through prefill; None: half of them.
-        rows: rows of every decode step.
-        logits: safetensors file to write.
-        against: "transformers" judges.
-        format: "json" keeps stdout for the JSON line: what is told meanwhile goes to stderr.
-        flags: the command line, for the result.
-    """
+    """The flags of `bench check`, and `wishes`, an EngineConfig for each combination of ops and graph."""
 
     model: str
     revision: str | None

@@ -77,9 +77,7 @@ def chain(tokens: int, width: int, why: str, graph: bool = False) -> Experiment:
     def eager(x: Tensor, b: Tensor) -> Tensor:
         return F.dropout(F.gelu(x + b, approximate="tanh"), DROPOUT, training=True)
 
-    def triton(x: Tensor, b: Tensor, out: Tensor) -> Tensor:
-        return own.bias_gelu_dropout(x, b, DROPOUT, 0, out)
-
+    triton = partial(own.bias_gelu_dropout, p=DROPOUT, seed=0)
     variants = [
         Variant("eager", [(moved, 0), (moved, 0), (moved + n, 0)], _call(eager, data)),
         Variant("torch.compile", [(moved, 0)], _compiled(eager, data)),
@@ -95,7 +93,7 @@ def rows(kind: int, width: int, values: int = 1 << 29) -> Experiment:
     """softmax, LayerNorm or RMSNorm with what reads its result, over rows of `width`."""
     count = max(1, values // width)
     moved, stats = 4 * count * width, 2 * count * width
-    data = _random((count, width), (width,))
+    data, with_out = _random((count, width), (width,)), _random((count, width), (width,), (count, width))
 
     def unfused(x: Tensor, weight: Tensor) -> Tensor:
         if kind == own.SOFTMAX:
@@ -110,9 +108,6 @@ def rows(kind: int, width: int, values: int = 1 << 29) -> Experiment:
             return torch.softmax(x, -1)
         return F.layer_norm(x, (width,), weight, eps=1e-6) if kind == own.LAYER_NORM else F.rms_norm(x, (width,), weight, 1e-6)
 
-    def triton(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-        return own.row_reduction(x, weight, kind, out)
-
     # amax, -, exp, sum, /; or mean, -, x*x, mean, +eps, rsqrt, *, *: the small ones move next to nothing.
     apart = [(stats, 0), (moved, 0), (moved, 0), (stats, 0), (moved, 0)]
     if kind != own.SOFTMAX:
@@ -125,7 +120,11 @@ def rows(kind: int, width: int, values: int = 1 << 29) -> Experiment:
             Variant("eager, op by op", apart, _call(unfused, data)),
             Variant("torch's own kernel", [(moved, 0)], _call(library, data)),
             Variant("torch.compile", [(moved, 0)], _compiled(unfused, data)),
-            Variant("Triton", [(moved, 0)], _call(triton, _random((count, width), (width,), (count, width)))),
+            Variant(
+                "Triton",
+                [(moved, 0)],
+                _call(partial(own.row_reduction, kind=kind), with_out),
+            ),
         ],
         ("eager, op by op", "Triton"),
         f"a reduction and its consumers in one pass over HBM ({form})",
@@ -150,7 +149,7 @@ def gemm(m: int, n: int, k: int, why: str, block: tuple[int, int, int] = (128, 2
     product = (2 * (m * k + n * k) + out_bytes, 2 * m * n * k)
     with_residual = (product[0] + out_bytes, product[1])
     once, twice = (2 * out_bytes, 0), (3 * out_bytes, 0)
-    data = _random((m, k), (n, k), (n,), (m, n))
+    data, with_out = (_random((m, k), (n, k), (n,), *[(m, n)] * outs) for outs in (1, 2))
 
     def bias_gelu(a: Tensor, b: Tensor, bias: Tensor, _: Tensor) -> Tensor:
         return F.gelu(a @ b.t() + bias, approximate="tanh")
@@ -158,12 +157,11 @@ def gemm(m: int, n: int, k: int, why: str, block: tuple[int, int, int] = (128, 2
     def lt(a: Tensor, b: Tensor, bias: Tensor, _: Tensor) -> Tensor:
         return torch._addmm_activation(bias, a, b.t(), use_gelu=True)
 
-    def triton(epilogue: int, rest: bool = False) -> Make:
-        def play(a: Tensor, b: Tensor, bias: Tensor, residual: Tensor, out: Tensor) -> Tensor:
-            own.gemm(a, b, bias, residual, epilogue, out, block)
-            return F.gelu(out + bias, approximate="tanh") if rest else out
+    def triton(epilogue: int) -> Make:
+        return _call(partial(own.gemm, epilogue=epilogue, block=block), with_out)
 
-        return _call(play, _random((m, k), (n, k), (n,), (m, n), (m, n)))
+    def apart(a: Tensor, b: Tensor, bias: Tensor, residual: Tensor, out: Tensor) -> Tensor:
+        return F.gelu(own.gemm(a, b, bias, residual, out, own.NONE, block) + bias, approximate="tanh")
 
     return Experiment(
         f"GEMM and epilogue, {m} x {n} x {k}",
@@ -173,7 +171,7 @@ def gemm(m: int, n: int, k: int, why: str, block: tuple[int, int, int] = (128, 2
             Variant("cuBLASLt's own epilogue", [product], _call(lt, data)),
             Variant("torch.compile", [product, once], _compiled(bias_gelu, data)),
             Variant("Triton, no epilogue", [product], triton(own.NONE)),
-            Variant("Triton, eager bias and GELU", [product, once, once], triton(own.NONE, rest=True)),
+            Variant("Triton, eager bias and GELU", [product, once, once], _call(apart, with_out)),
             Variant("Triton, bias and GELU inside", [product], triton(own.BIAS_GELU)),
             Variant("cuBLAS, eager residual", [product, twice], _call(lambda a, b, _, r: r + a @ b.t(), data)),
             Variant("Triton, residual inside", [with_residual], triton(own.RESIDUAL)),
@@ -194,9 +192,6 @@ def attention(heads: int, t: int, d: int, block: tuple[int, int] = (128, 64)) ->
     def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
 
-    def triton(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-        return own.attention(q, k, v, out, block)
-
     apart = [(2 * each, 0), (2 * each + scores, ops), (2 * scores, 0), (2 * each + scores, ops)]
     return Experiment(
         f"attention, {heads} heads, {t} positions, {d} wide",
@@ -204,7 +199,7 @@ def attention(heads: int, t: int, d: int, block: tuple[int, int] = (128, 64)) ->
             Variant("three kernels (and q's scale)", apart, _call(three, data)),
             Variant("torch.compile", apart[1:], _compiled(three, data)),
             Variant("torch's flash attention", [(4 * each, 2 * ops)], _call(sdpa, data)),
-            Variant("Triton", [(4 * each, 2 * ops)], _call(triton, _random(*[(heads, t, d)] * 4))),
+            Variant("Triton", [(4 * each, 2 * ops)], _call(partial(own.attention, block=block), _random(*[(heads, t, d)] * 4))),
         ],
         ("three kernels (and q's scale)", "Triton"),
         f"the scores ({scores / 1e9:.2f} GB, moved four times) never exist; what stays is arithmetic",
@@ -216,7 +211,7 @@ def spill(n: int, count: int, live: int, block: int = 1024) -> Experiment:
     few, all_alive = f"Triton, {live} links alive", f"Triton, all {count} alive"
 
     def alive(number: int) -> Make:
-        return _call(lambda x, out: own.links(x, out, count, number, block), _random((n,), (n,)))
+        return _call(partial(own.links, count=count, live=number, block=block), _random((n,), (n,)))
 
     return Experiment(
         f"limit: a chain of {count} links over {n * 2 / 1e6:.0f} MB",

@@ -9,8 +9,8 @@ import torch
 
 from bench.experiments import H200, Experiment, Rates, Variant, by_name
 from bench.launches import measure, tflops
-from bench.ncu import counted, watched
 from bench.output import Output, Report
+from bench.profiled import counted, watched
 from bench.session import environment
 from bench.steps import launched, median, require_device, samples_us
 

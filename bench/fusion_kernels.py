@@ -43,7 +43,7 @@ def _bias_gelu_dropout_kernel(x_ptr, bias_ptr, out_ptr, width, seed, threshold, 
     _two_parts(x_ptr, bias_ptr, out_ptr, start + 6 * SUB, width, d, threshold, scale, SUB)
 
 
-def bias_gelu_dropout(x: Tensor, bias: Tensor, p: float, seed: int, out: Tensor) -> Tensor:
+def bias_gelu_dropout(x: Tensor, bias: Tensor, out: Tensor, p: float, seed: int) -> Tensor:
     """x `[N, W]` -> dropout(gelu(x + bias)) in training mode; the mask is drawn again from the seed when wanted, not stored.
     W is a multiple of 1024 and N * W of 8192. Bytes: x once, out once."""
     assert x.shape[1] % SUB == 0
@@ -107,7 +107,7 @@ def _wide_row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr,
         tl.store(out_ptr + row + s + i, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def row_reduction(x: Tensor, weight: Tensor, kind: int, out: Tensor, widest: int = WIDEST) -> Tensor:
+def row_reduction(x: Tensor, weight: Tensor, out: Tensor, kind: int, widest: int = WIDEST) -> Tensor:
     """x `[N, W]` -> softmax, LayerNorm or RMSNorm (times weight `[W]`) of each row, float32 inside. A row to a block: in
     registers up to `widest`, else by the online form (arXiv 1805.02867). Bytes: x once, out once."""
     rows, width = x.shape
@@ -156,13 +156,7 @@ def _gemm_kernel(
 
 
 def gemm(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor,
-    residual: Tensor,
-    epilogue: int,
-    out: Tensor,
-    block: tuple[int, int, int] = (128, 256, 64),
+    a: Tensor, b: Tensor, bias: Tensor, residual: Tensor, out: Tensor, epilogue: int, block: tuple[int, int, int]
 ) -> Tensor:
     """a `[M, K]`, b `[N, K]` -> a b^T `[M, N]`, and in the epilogue nothing, gelu(. + bias `[N]`), or + residual `[M, N]`; M, N
     and K are multiples of the block. Bytes: a and b about once through L2, out once, the residual once."""
@@ -199,7 +193,7 @@ def _attention_kernel(
     tl.store(out_ptr + head + at, (acc / total[:, None]).to(out_ptr.dtype.element_ty))
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, block: tuple[int, int] = (128, 64)) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, out: Tensor, block: tuple[int, int]) -> Tensor:
     """q, k, v `[H, T, D]` -> softmax(q k^T / sqrt(D)) v, whose scores `[H, T, T]` never leave the SM (arXiv 2205.14135); T is a
     multiple of both blocks. Bytes: q, k, v about once through L2, out once."""
     heads, t, d = q.shape
@@ -230,7 +224,7 @@ def _links_kernel(x_ptr, out_ptr, LINKS: tl.constexpr, LIVE: tl.constexpr, BLOCK
     tl.store(out_ptr + i, (acc / total).to(out_ptr.dtype.element_ty))
 
 
-def links(x: Tensor, out: Tensor, count: int, live: int, block: int = 1024) -> Tensor:
+def links(x: Tensor, out: Tensor, count: int, live: int, block: int) -> Tensor:
     """x `[N]` -> sum of y_i softmax(y)_i over `count` functions y_i of x, `live` of them in registers at a time. N is a
     multiple of `block`. Bytes: x once, out once, unless registers spill."""
     _links_kernel[(x.numel() // block,)](x, out, LINKS=count, LIVE=live, BLOCK=block, num_warps=4)

@@ -48,6 +48,8 @@ def run(options: StepsOptions, seconds: float | None) -> int:
     source, output = options.source(), options.output
     settled = options.settled(source)
     weights = settled.weights
+    if seconds is not None and settled.device != "cuda":
+        raise ConfigError("--tune times fused kernels and needs a CUDA device; leave it out here")
     if seconds is not None and weights != "bf16":
         raise ConfigError(f"--tune searches the tiles of dense weights and these are {weights}; give --weights bf16")
     device = torch.device(settled.device)

@@ -9,16 +9,14 @@ from typing import Any
 
 import torch
 
-from bench import ladder, report
+from bench import report
 from bench.ceiling import Ceiling, measure_ceiling
-from bench.contenders import EngineRun, TransformersRun, needed_len
+from bench.contenders import RUNGS, EngineRun, TransformersRun, bare, needed_len, without_pdl
 from bench.hugging_face import around
-from bench.output import Output, Report, require_folder
-from bench.plot import has_matplotlib, require_matplotlib, token_time
+from bench.output import Output, Report, has_matplotlib, require_folder, require_matplotlib, token_time
 from bench.profiled import Counts, profile
 from bench.samples import METHOD
-from bench.session import environment, gpu_state, load, memory
-from bench.start import start_costs
+from bench.session import environment, gpu_state, load, memory, start_costs
 from bench.timing import FORMULAS, Cell, Contender, Shape, play
 from models import Decoder, Loaded, ModelSource, find_model
 from models.quantized import settle_weights
@@ -31,19 +29,8 @@ from runtime.ops import OPS_SETS
 
 @dataclass(frozen=True)
 class LatencyOptions:
-    """What `bench latency` was asked for.
-
-    Attributes:
-        wishes: one EngineConfig for each combination of ops and graph, with at least as many slots as the largest batch.
-        batch, depth: values of the matrix; every pair is a cell of each combination. alone: further depths, of one stream.
-        reps, warmup: counted and uncounted passes of each cell.
-        random_weights: the model's shapes with random weights.
-        against: "transformers" plays the same cells, eagerly and on CUDA compiled too.
-        ladder: play the rungs between the unfused eager step and the fused one with PDL.
-        start: measure start costs in processes of their own.
-        counts: play under the profiler too. profile: file for its trace; plot: for the picture of a token's time.
-        flags: the command line, for the result.
-    """
+    """The flags of `bench latency`, and `wishes`, an EngineConfig for each combination of weights, ops and graph, with slots
+    for the largest batch. Every pair of batch and depth is a cell of each combination; `counts`: the profiler plays too."""
 
     model: str
     revision: str | None
@@ -165,7 +152,7 @@ def _cells(options: LatencyOptions, held: Sequence[Held]) -> list[Cell]:
         pdl = each.loaded.config.pdl == "on"
         for engine, shapes in each.engines:
             for run in _contenders(options, each, engine):
-                apart = ladder.without_pdl(engine, run.graph) if options.counts and pdl and run.ops == "fused" else None
+                apart = without_pdl(engine, run.graph) if options.counts and pdl and run.ops == "fused" else None
                 cells += [_cell(each, each.weights, run, shape, apart) for shape in shapes]
     if options.against:
         first = held[0]
@@ -179,7 +166,7 @@ def _contenders(options: LatencyOptions, held: Held, engine: Engine) -> list[Eng
     """The modes, and the ladder's rungs that are not among them; the bench's own one multiplies dense weights only."""
     runs = [EngineRun(engine, ops, graph) for ops, graph in held.modes]
     if options.ladder:
-        rungs = [*([ladder.bare(engine)] if held.weights == "bf16" else []), ladder.without_pdl(engine)]
+        rungs = [*([bare(engine)] if held.weights == "bf16" else []), without_pdl(engine)]
         plain = [("unfused", "off"), ("unfused", "on"), *([("fused", "on")] if held.loaded.config.pdl == "on" else [])]
         runs += rungs + [EngineRun(engine, ops, graph) for ops, graph in plain if (ops, graph) not in held.modes]
     return runs
@@ -258,7 +245,7 @@ def _result(
         "cells": found,
         "split": report.split(found),
         "ratios": report.ratios(found),
-        "ladder": report.ladder(found, ladder.RUNGS) if options.ladder else None,
+        "ladder": report.ladder(found, RUNGS) if options.ladder else None,
         "failures": sum(len(cell.failures) for cell in cells),
         "warnings": [text for text in warnings if text is not None],
     }
@@ -279,7 +266,7 @@ def _report(options: LatencyOptions, result: dict[str, Any]) -> Report:
     }
     pictures = {}
     if options.plot is not None or (options.output.html is not None and has_matplotlib()):
-        bars = result["split"] or [{"name": report.label(c), **_unsplit(c)} for c in cells if c["p50_itl_ms"]]
+        bars = result["split"] or [{"name": report.cell_name(c), **_unsplit(c)} for c in cells if c["p50_itl_ms"]]
         pictures[title] = token_time(title, bars)
         if options.plot is not None:
             options.plot.write_bytes(pictures[title])

@@ -1,12 +1,18 @@
-"""Owns what the profiler says of a cell's decode steps: kernels, launches, the time the device is busy. Times nothing itself.
+"""Owns what others see of the device: torch's profiler the kernels, launches and busy time of a cell's decode steps, and Nsight
+Compute, where it is installed and the driver permits it, the DRAM bytes and L2 sectors of each kernel. Times nothing itself.
 
 Counts are read from the raw events of the exported trace: aggregates such as `key_averages` miss kernels replayed by a graph.
 """
 
+import csv
 import gzip
 import json
 import re
+import shutil
+import subprocess
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +26,11 @@ from torch.profiler import profile as torch_profile
 from bench.timing import Cell
 from runtime.errors import QuartetError
 
+METRICS = {"dram_read": "dram__bytes_read.sum", "dram_written": "dram__bytes_write.sum", "l2_sectors": "lts__t_sectors.sum"}
+FORBIDDEN = (
+    "the driver lets only administrators read counters (ERR_NVGPUCTRPERM); load its module with "
+    "NVreg_RestrictProfilingToAdminUsers=0, or run as an administrator with CAP_SYS_ADMIN, and ask again"
+)
 STEPS = 8
 
 
@@ -33,7 +44,7 @@ class Counts:
         launches: host calls a step that set the device to work: several kernels that share one call are a graph's.
         kernels_per_layer: length of the run of kernels that repeats once a layer; None if none does.
         busy_ms: time a step in which at least one kernel or copy ran.
-        names: kernels of one step in order of their start.
+        kernel_names: how often each comes in a step.
     """
 
     steps: int
@@ -42,7 +53,7 @@ class Counts:
     launches: float
     kernels_per_layer: int | None
     busy_ms: float
-    names: tuple[str, ...]
+    kernel_names: dict[str, int]
 
 
 def profile(
@@ -136,7 +147,7 @@ def count(events: list[dict[str, Any]], steps: int, layers: int) -> Counts | Non
         launches=len({e["args"]["correlation"] for e in device}) / steps,
         kernels_per_layer=repeats(names, layers),
         busy_ms=busy_us([(float(e["ts"]), float(e["dur"])) for e in device]) / steps / 1e3,
-        names=names,
+        kernel_names=dict(Counter(names)),
     )
 
 
@@ -163,3 +174,60 @@ def repeats(names: tuple[str, ...], layers: int) -> int | None:
             if run == period * (layers - 1):
                 return period
     return None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one kernel moved: bytes to and from DRAM, 32-byte sectors through L2."""
+
+    kernel: str
+    dram_read: float
+    dram_written: float
+    l2_sectors: float
+
+
+def counted(code: str, launches: int, seconds: float = 240) -> list[Counted] | str:
+    """Counters of the first `launches` kernels inside `watched` of a Python program; or why there are none, in words.
+
+    Caches are emptied before each kernel (Nsight's default), so intermediates that live in L2 count as DRAM reads here.
+    """
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        return "ncu (Nsight Compute) is not installed, so nothing is counted; it comes with the CUDA toolkit"
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"
+        flags = ["--clock-control", "none", "--profile-from-start", "off"]
+        flags += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
+        chosen = ["--metrics", ",".join(METRICS.values()), "--launch-count", str(launches)]
+        try:
+            done = subprocess.run(
+                [ncu, *flags, *chosen, sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"ncu did not end well: {error}"
+        told = log.read_text() if log.exists() else ""
+        said = told + done.stdout + done.stderr
+    if "ERR_NVGPUCTRPERM" in said:
+        return FORBIDDEN
+    found = parse(told)
+    return found or f"ncu counted nothing (exit code {done.returncode}): {said.strip()[-300:]}"
+
+
+def parse(told: str) -> list[Counted]:
+    """The kernels of ncu's raw CSV page in base units; lines that start with == are its own remarks."""
+    lines = [line for line in told.splitlines() if line.startswith('"')]
+    found = []
+    for row in csv.DictReader(lines):
+        figures = {name: row.get(metric, "").replace(",", "") for name, metric in METRICS.items()}
+        if row.get("ID") and all(figures.values()):  # the line below the head holds units, and has no ID
+            found.append(Counted(row["Kernel Name"], **{name: float(word) for name, word in figures.items()}))
+    return found
+
+
+def watched(play: Callable[[], object]) -> None:
+    """Play something once with the counters on."""
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    play()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()

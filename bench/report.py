@@ -3,18 +3,18 @@
 Does not own where the samples come from (timing, profiled) or how a report is written (output).
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from bench import timing
 from bench.ceiling import Ceiling
+from bench.output import number
 from bench.profiled import Counts
 from bench.samples import INTERVAL, METHOD, P99_NEEDS, mean_and_deviation, median_interval, ratio_interval, summary
 from bench.timing import FORMULAS, Cell
 
-FIGURES = ("tok/s", "ITL p50 ms", "p90 ms", "p99 ms", "max ms", "TTFT ms", "of floor", "of datasheet")
+RANKS = {"ITL p50": "p50", "p90": "p90", "p99": "p99", "max": "max"}
 PARTS = {
     "floor": "weights and K/V over the read ceiling of this run",
     "kernels": "device busy (PDL off) beyond the floor, at most the token's time: kernels that do not read at the ceiling",
@@ -68,7 +68,7 @@ def cell_json(cell: Cell, counts: Counts | str | None, ceiling: Ceiling) -> dict
         "share_of_datasheet": gbps / ceiling.datasheet_gbps if gbps and ceiling.datasheet_gbps else None,
         "boundary_us": (p50 - floor_ms) / seen.kernels * 1e3 if seen and p50 else None,
         "launch_overhead_us": max(0.0, p50 - seen.busy_ms) / seen.kernels * 1e3 if seen and p50 else None,
-        "profile": _counts_json(counts) if isinstance(counts, Counts) else None,
+        "profile": asdict(counts) if isinstance(counts, Counts) else None,
         "profile_note": counts if isinstance(counts, str) else None,
         "raw": {
             "ttft_ms": ttft_ms,
@@ -89,28 +89,22 @@ def split(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         wall, rest = cell["p50_itl_ms"], idle[cell_name(cell)]
         floor = min(cell["floor_ms"], wall)
         gaps = rest if cell["graph"] == "on" else min(rest, idle.get(cell_name({**cell, "graph": "on"}), 0.0))
-        found.append({"name": label(cell), "floor": floor, "kernels": wall - rest - floor, "gaps": gaps, "host": rest - gaps})
+        found.append(
+            {"name": cell_name(cell), "floor": floor, "kernels": wall - rest - floor, "gaps": gaps, "host": rest - gaps}
+        )
     return found
 
 
 def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """How many times the first cell's time each other cell of its shape takes, with the interval."""
     table = []
-    shape = ("batch", "depth")
     for cell in cells:
-        first = next(each for each in cells if all(each[key] == cell[key] for key in shape))
-        if cell is first or not (cell["p50_itl_ms"] and first["p50_itl_ms"]):
-            continue
-        interval = ratio_interval(first["raw"]["itl_ms"], cell["raw"]["itl_ms"], paired=True)
-        table.append(
-            {
-                "cell": cell_name(cell),
-                "over": cell_name(first),
-                "ratio of ITL p50": cell["p50_itl_ms"] / first["p50_itl_ms"],
-                "from": interval[0] if interval else None,
-                "to": interval[1] if interval else None,
-            }
-        )
+        first = next(each for each in cells if (each["batch"], each["depth"]) == (cell["batch"], cell["depth"]))
+        if cell is not first and cell["p50_itl_ms"] and first["p50_itl_ms"]:
+            ratio = cell["p50_itl_ms"] / first["p50_itl_ms"]
+            low, high = ratio_interval(first["raw"]["itl_ms"], cell["raw"]["itl_ms"], paired=True) or (None, None)
+            names = {"cell": cell_name(cell), "over": cell_name(first)}
+            table.append({**names, "ratio of ITL p50": ratio, "from": low, "to": high})
     return table
 
 
@@ -141,49 +135,42 @@ def above_ceiling(cell: Cell, ceiling: Ceiling) -> str | None:
     )
 
 
-def rows(model: str, cells: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def rows(model: str, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """llama-bench's rows of each cell: `pp512` the prefill, `tg128 @ d0` the decode, `pp512+tg128` end to end."""
     table = []
     for cell in cells:
-        base = {"model": model, **{key: str(cell[key]) for key in ("weights", "ops", "graph", "batch")}, "test": ""}
-        base |= dict.fromkeys(FIGURES, "")
         pp, tg, depth = f"pp{cell['prompt_len']}", f"tg{cell['gen_len']}", f" @ d{cell['depth']}"
-        flag = "*" if cell["p99_itl_ms_has_few_samples"] and cell["n_itl_ms"] else ""
-        decode = {
-            "ITL p50 ms": _number(cell["p50_itl_ms"], 3),
-            "p90 ms": _number(cell["p90_itl_ms"], 3),
-            "p99 ms": _number(cell["p99_itl_ms"], 3) + flag,
-            "max ms": _number(cell["max_itl_ms"], 3),
-            "of floor": _percent(cell["share_of_read_ceiling"]),
-            "of datasheet": _percent(cell["share_of_datasheet"]),
-        }
+        few = cell["p99_itl_ms_has_few_samples"] and cell["n_itl_ms"]
+        base = {"model": model, **{key: cell[key] for key in ("weights", "ops", "graph", "batch")}}
+        decode = {f"{word} ms": number(cell[f"{rank}_itl_ms"]) for word, rank in RANKS.items()}
+        decode["p99 ms"] += "*" if few else ""
+        ttft = _mean(cell, "ttft_ms")
+        shares = {"of floor": "share_of_read_ceiling", "of datasheet": "share_of_datasheet"}
+        decode |= {word: f"{100 * cell[key]:.1f}%" if cell[key] else "" for word, key in shares.items()}
         table += [
-            {**base, "test": pp + depth, "tok/s": _rate(cell, "prefill_tok_s"), "TTFT ms": _rate(cell, "ttft_ms")},
-            {**base, "test": tg + depth, "tok/s": _rate(cell, "decode_tok_s"), **decode},
-            {**base, "test": f"{pp}+{tg}{depth}", "tok/s": _rate(cell, "end_to_end_tok_s")},
+            {**base, "test": pp + depth, "tok/s": _mean(cell, "prefill_tok_s"), **dict.fromkeys(decode), "TTFT ms": ttft},
+            {**base, "test": tg + depth, "tok/s": _mean(cell, "decode_tok_s"), **decode},
+            {**base, "test": f"{pp}+{tg}{depth}", "tok/s": _mean(cell, "end_to_end_tok_s")},
         ]
     return table
 
 
 def count_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What the profiler counted, a row for each cell that has it. Counts are exact: a fraction says that steps differed."""
-    table = []
-    for cell in cells:
-        if (counts := cell["profile"]) is not None:
-            per_layer = counts["kernels_per_layer"]
-            table.append(
-                {key: str(cell[key]) for key in ("weights", "ops", "graph", "batch", "depth")}
-                | {
-                    "kernels/step": f"{counts['kernels']:g}",
-                    "kernels/layer": "none repeats" if per_layer is None else str(per_layer),
-                    "copies/step": f"{counts['copies']:g}",
-                    "launches/step": f"{counts['launches']:g}",
-                    "busy ms/step": counts["busy_ms"],
-                    "boundary us": cell["boundary_us"],
-                    "launch overhead us": cell["launch_overhead_us"],
-                }
-            )
-    return table
+    return [
+        {key: cell[key] for key in ("weights", "ops", "graph", "batch", "depth")}
+        | {
+            "kernels/step": f"{counts['kernels']:g}",
+            "kernels/layer": counts["kernels_per_layer"] or "none repeats",
+            "copies/step": f"{counts['copies']:g}",
+            "launches/step": f"{counts['launches']:g}",
+            "busy ms/step": counts["busy_ms"],
+            "boundary us": cell["boundary_us"],
+            "launch overhead us": cell["launch_overhead_us"],
+        }
+        for cell in cells
+        if (counts := cell["profile"]) is not None
+    ]
 
 
 def footnotes(result: dict[str, Any]) -> list[str]:
@@ -213,30 +200,11 @@ def cell_name(cell: dict[str, Any]) -> str:
     return timing.cell_name(cell["ops"], cell["graph"], cell.get("weights", "bf16"), cell["batch"], cell["depth"])
 
 
-def label(cell: dict[str, Any]) -> str:
-    depth, weights = f", depth {cell['depth']}" if cell["depth"] else "", cell["weights"]
-    return f"{cell['ops']}, graph {cell['graph']}{'' if weights == 'bf16' else f', {weights}'}, batch {cell['batch']}{depth}"
-
-
 def _ms(seconds: float) -> float:
     """Milliseconds to 10 ns, finer than any clock here."""
     return round(1e3 * seconds, 5)
 
 
-def _counts_json(counts: Counts) -> dict[str, Any]:
-    fields = asdict(counts)
-    fields["kernel_names"] = dict(Counter(fields.pop("names")))  # a step of an eager model holds over a thousand
-    return fields
-
-
-def _rate(cell: dict[str, Any], name: str) -> str:
+def _mean(cell: dict[str, Any], name: str) -> str:
     mean, deviation = cell[f"mean_{name}"], cell[f"std_{name}"]
-    return _number(mean, 2) + ("" if deviation is None else f" ± {deviation:.2f}")
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "failed" if value is None else f"{value:.{digits}f}"
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.1f}%"
+    return "failed" if mean is None else number(mean) + ("" if deviation is None else f" ± {number(deviation)}")

@@ -13,8 +13,8 @@ import torch
 from bench.arithmetic import H200, Ceilings, Launch, in_order, step_bytes, step_launches, step_ms, step_name
 from bench.kernels import launch_times
 from bench.launches import measure_ceilings
-from bench.ncu import counted, watched
 from bench.output import Output, Report
+from bench.profiled import counted, watched
 from bench.session import environment
 from bench.steps import StepsOptions, WholeSteps, median
 from runtime.ops import OPS_SETS, load_ops
@@ -35,15 +35,16 @@ Times = dict[tuple[int, str], dict[str, list[float]]]
 """Microseconds of each launch by its name, by batch and ops set."""
 
 
-def run(options: StepsOptions, gpu: str) -> int:
+def run(options: StepsOptions, gpu: str | None) -> int:
     """Predict, say so, then measure what this device can; the exit code.
 
     Args:
-        gpu: "h200" takes the figures on record, "measured" this device's, measured now.
+        gpu: "h200" takes the figures on record, "measured" this device's, measured now; None: those of a CUDA device only.
     """
     source, output = options.source(), options.output
     settled = options.settled(source)
     config, dtype, weights, device = source.config, settled.dtype, settled.weights, torch.device(settled.device)
+    gpu = gpu or ("measured" if device.type == "cuda" else "h200")
     ceilings = measure_ceilings(device) if gpu == "measured" else H200
     plan: Plan = {
         (batch, ops): step_launches(config, dtype, batch, options.context, ops, weights)

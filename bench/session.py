@@ -1,11 +1,16 @@
-"""Owns what every measurement starts from and is filed under: the model loaded once for several modes, and the record of the
-machine and its versions. Measures nothing.
+"""Owns what every measurement starts from and is filed under: the model loaded once for several modes, what a start costs, and
+the record of the machine and its versions. Does not own what is done in a start (models.load, Engine.prepare).
 """
 
 import importlib.metadata
+import json
 import platform
 import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +24,10 @@ from runtime.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 
-SLOWED_BY = {
-    0x1: "idle",
-    0x2: "application clocks",
-    0x4: "software power cap",
-    0x8: "hardware slowdown",
-    0x10: "sync boost",
-    0x20: "software thermal",
-    0x40: "hardware thermal",
-    0x80: "power brake",
-    0x100: "display clocks",
-}
-"""NVML's clock event reasons, by bit. Source: nvml.h, nvmlClocksEventReasons."""
+SLOWED_BY = ["idle", "application clocks", "software power cap", "hardware slowdown", "sync boost", "software thermal"]
+SLOWED_BY += ["hardware thermal", "power brake", "display clocks"]
+"""NVML's clock event reasons, lowest bit first. Source: nvml.h, nvmlClocksEventReasons."""
+START_SECONDS = 300
 
 
 def load(
@@ -91,20 +88,15 @@ def environment(
 def gpu_state() -> dict[str, Any] | None:
     """The first GPU's driver, clocks in MHz, temperature, power, and what slows it now; None without nvidia-smi."""
     # The first GPU: nvidia-smi does not know which ones CUDA_VISIBLE_DEVICES hides.
-    fields = "driver_version,clocks.current.sm,clocks.current.memory,temperature.gpu,power.draw"
-    for reasons in ("clocks_event_reasons.active", "clocks_throttle_reasons.active"):  # new and old drivers
-        told = _output("nvidia-smi", f"--query-gpu={fields},{reasons}", "--format=csv,noheader,nounits")
-        if told:
-            break
-    else:
+    asked = {"sm_mhz": "clocks.current.sm", "memory_mhz": "clocks.current.memory"}
+    asked |= {"temperature_c": "temperature.gpu", "power_w": "power.draw"}
+    fields = ",".join(["driver_version", *asked.values(), "clocks_event_reasons.active"])
+    told = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    if not told:
         return None
-    driver, sm, memory, temperature, power, reasons = told.splitlines()[0].split(", ")
-    return {
-        "driver": driver,
-        **{name: _float(word) for name, word in (("sm_mhz", sm), ("memory_mhz", memory))},
-        **{name: _float(word) for name, word in (("temperature_c", temperature), ("power_w", power))},
-        "slowed_by": slowed_by(reasons),
-    }
+    driver, *figures, reasons = told.splitlines()[0].split(", ")
+    numbers = {name: _float(word) for name, word in zip(asked, figures, strict=True)}
+    return {"driver": driver, **numbers, "slowed_by": slowed_by(reasons)}
 
 
 def memory(device: torch.device) -> dict[str, int | None]:
@@ -127,7 +119,47 @@ def slowed_by(reasons: str) -> list[str] | None:
         mask = int(reasons, 16)
     except ValueError:
         return None
-    return [word for bit, word in SLOWED_BY.items() if mask & bit]
+    return [word for bit, word in enumerate(SLOWED_BY) if mask >> bit & 1]
+
+
+def start_costs(model: str, revision: str | None, random_weights: bool, config: EngineConfig) -> dict[str, Any]:
+    """For "cold" and "warm": ready_seconds from spawning a process, of which load, compile and capture; or what went wrong.
+
+    Weights read from disk come from the page cache both times where this process has just read them.
+    """
+    asked = (model, revision, random_weights, asdict(config))
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("cold", "warm"):
+            # `env` sets the variable: only doors read the environment here.
+            command = [
+                "env",
+                f"TRITON_CACHE_DIR={folder}",
+                sys.executable,
+                "-c",
+                f"from bench.session import ready; ready(*{asked!r})",
+            ]
+            start = time.perf_counter()
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=True)
+                found[name] = json.loads(done.stdout.splitlines()[-1]) | {"process_seconds": time.perf_counter() - start}
+            except subprocess.TimeoutExpired:
+                found[name] = {"error": f"not ready after {START_SECONDS} s"}
+            except (subprocess.CalledProcessError, OSError, ValueError, IndexError) as error:
+                said = getattr(error, "stderr", None) or str(error)
+                found[name] = {"error": said.strip().splitlines()[-1]}
+    return found
+
+
+def ready(model: str, revision: str | None, random_weights: bool, config: dict[str, Any]) -> None:
+    """Start as a door does and print the seconds; for the process that `start_costs` spawns."""
+    spawned = psutil.Process().create_time()
+    loaded = load_engine(model, EngineConfig(**config), revision, random_weights, progress=False, prepare=False)
+    prepared = loaded.engine.prepare()
+    print(
+        json.dumps({"ready_seconds": time.time() - spawned, "load_seconds": loaded.load_seconds, **asdict(prepared)}),
+        flush=True,
+    )
 
 
 def _float(word: str) -> float | None:

@@ -33,8 +33,8 @@ def named(experiment):
 def test_the_chain_drops_a_tenth_and_scales_the_rest():
     torch.manual_seed(0)
     x, b = torch.randn(4, 2048, dtype=torch.bfloat16, device=DEVICE), torch.randn(2048, dtype=torch.bfloat16, device=DEVICE)
-    out = own.bias_gelu_dropout(x, b, 0.1, 7, torch.empty_like(x))
-    again = own.bias_gelu_dropout(x, b, 0.1, 7, torch.empty_like(x))
+    out = own.bias_gelu_dropout(x, b, torch.empty_like(x), 0.1, 7)
+    again = own.bias_gelu_dropout(x, b, torch.empty_like(x), 0.1, 7)
     want = torch.nn.functional.gelu(x + b, approximate="tanh").float() / 0.9
     dropped = (out == 0) & (want.abs() > 1e-3)
     assert torch.equal(out, again)
@@ -53,7 +53,7 @@ def test_a_row_is_reduced_in_registers_and_online(kind, width, widest):
         own.LAYER_NORM: lambda: torch.nn.functional.layer_norm(x.float(), (width,), weight.float(), eps=1e-6),
         own.RMS_NORM: lambda: torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), eps=1e-6),
     }[kind]()
-    close(own.row_reduction(x, weight, kind, torch.empty_like(x), widest), want)
+    close(own.row_reduction(x, weight, torch.empty_like(x), kind, widest), want)
 
 
 def test_every_variant_of_a_row_and_of_a_product_agrees():

@@ -224,9 +224,7 @@ def test_an_error_of_the_devices_anywhere_is_one_sentence(bench, monkeypatch):
         raise torch.AcceleratorError("CUDA error: unspecified launch failure\nand advice")
 
     monkeypatch.setattr("bench.launches.run", dead)
-    with pytest.raises(
-        DeviceError, match=r"^the device failed .*: CUDA error: unspecified launch failure; run the .*$"
-    ):
+    with pytest.raises(DeviceError, match=r"^the device failed .*: CUDA error: unspecified launch failure; run the .*$"):
         bench("launches")
 
 

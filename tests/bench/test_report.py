@@ -4,8 +4,8 @@ import pytest
 
 from bench import report
 from bench.ceiling import Ceiling
-from bench.ladder import RUNGS
-from bench.plot import token_time
+from bench.contenders import RUNGS
+from bench.output import token_time
 from bench.profiled import Counts
 from bench.timing import Cell, Pass, Shape
 
@@ -19,7 +19,7 @@ def cell(ops, graph, itl_ms, busy_ms, kernels=100, reps=3):
     measured = Cell(named, Shape(1, 16, 5, 0), 20_000_000, 16_000_000)
     for _ in range(reps):
         measured.passes.append(Pass(measured.shape, (0.5,), (itl_ms / 1e3,) * 4, 4, 5, 0.5 + 4 * itl_ms / 1e3))
-    counts = Counts(8, kernels, 0, 1, 5, busy_ms, ("k",) * kernels)
+    counts = Counts(8, kernels, 0, 1, 5, busy_ms, {"k": kernels})
     return report.cell_json(measured, counts, CEILING)
 
 

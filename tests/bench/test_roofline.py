@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import kernels, ncu, roofline
+from bench import kernels, profiled, roofline
 from bench.__main__ import run
 from bench.arithmetic import H200, in_order, step_launches
 from bench.ceiling import Ceiling
@@ -65,7 +65,7 @@ def fake_ncu(folder, monkeypatch, body):
     find = 'while [ "$1" != --log-file ]; do shift; done; log=$2\n'
     script.write_text(f"#!/bin/sh\n{find}{body}\n")
     script.chmod(0o755)
-    monkeypatch.setattr(ncu.shutil, "which", lambda name: str(script))
+    monkeypatch.setattr(profiled.shutil, "which", lambda name: str(script))
 
 
 def test_counters_are_read_from_ncus_page(tmp_path, monkeypatch):
@@ -78,20 +78,20 @@ def test_counters_are_read_from_ncus_page(tmp_path, monkeypatch):
     ]
     (tmp_path / "page").write_text("\n".join(lines))
     fake_ncu(tmp_path, monkeypatch, f'cp {tmp_path / "page"} "$log"')
-    (kernel,) = ncu.counted("pass", 1)
-    assert kernel == ncu.Counted("_a_kernel", 100663296, 2048, 3146000)
+    (kernel,) = profiled.counted("pass", 1)
+    assert kernel == profiled.Counted("_a_kernel", 100663296, 2048, 3146000)
 
 
 def test_missing_permission_is_told_in_words(tmp_path, monkeypatch):
     fake_ncu(tmp_path, monkeypatch, 'echo "==ERROR== ERR_NVGPUCTRPERM - no permission"; exit 1')
-    assert ncu.counted("pass", 1) == ncu.FORBIDDEN
+    assert profiled.counted("pass", 1) == profiled.FORBIDDEN
 
 
 def test_a_missing_or_broken_ncu_is_told_in_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
-    assert "not installed" in ncu.counted("pass", 1)
+    monkeypatch.setattr(profiled.shutil, "which", lambda name: None)
+    assert "not installed" in profiled.counted("pass", 1)
     fake_ncu(tmp_path, monkeypatch, "echo unknown device; exit 3")
-    assert ncu.counted("pass", 1) == "ncu counted nothing (exit code 3): unknown device"
+    assert profiled.counted("pass", 1) == "ncu counted nothing (exit code 3): unknown device"
 
 
 WEIGHTS = ["bf16"]  # what was asked for last
@@ -130,7 +130,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "measure_ceiling", lambda device: Ceiling(4610.0, "given", 4800.0))
     monkeypatch.setattr(kernels, "launched", lambda play: [Resources(40, 0)] * 163)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(profiled.shutil, "which", lambda name: None)
     for module in (roofline, kernels):
         monkeypatch.setattr(module, "WholeSteps", FakeSteps)
         monkeypatch.setattr(module, "environment", lambda *words: {"gpu": "pretended", "weights": words[-1]})

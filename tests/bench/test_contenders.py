@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from bench.ladder import BARE, NO_PDL, BareOps, bare, without_pdl
+from bench.contenders import BARE, NO_PDL, BareOps, bare, without_pdl
 from models import load_engine
 from models.random_weights import SHAPES
 from runtime.config import EngineConfig
