@@ -4,7 +4,6 @@ Does not own the bytes (models.traffic). Source: a GEMV of B rows on `[n, k]` we
 weights once; attention does two operations with each value of K and V for every query head that shares it.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,12 +118,10 @@ def step_launches(config: ModelConfig, dtype: str, batch: int, context: int, ops
     multiplied = [first, *(each if each.name == MAKE_DENSE else next(dense) for each in layer), *last]
     found = []
     for each, own, name, goal, count in zip(launches, multiplied, names, into, times, strict=True):
-        values = (batch * own.weight_bytes + group * own.kv_bytes) // size
-        hbm, products = each.weight_bytes + each.kv_bytes, 2 * values
-        if each is first or each.name in ("cache write", MAKE_DENSE):
-            products = 0
         l2 = 0 if each.name == MAKE_DENSE else each.activation_bytes  # a dense matrix is more than L2 holds
-        found.append(Launch(name, goal, count, each.total_bytes if each.name == MAKE_DENSE else hbm, l2, products))
+        products = 2 * (batch * own.weight_bytes + group * own.kv_bytes) // size
+        none = each is first or each.name in ("cache write", MAKE_DENSE)
+        found.append(Launch(name, goal, count, each.total_bytes - l2, l2, 0 if none else products))
     return found
 
 
@@ -134,20 +131,13 @@ def _fused_names(config: ModelConfig, dtype: str, unfused: Sequence[str]) -> lis
     fused = [first, *layer_launches(config, "fused", dtype), *last]
     names = _numbered([each.name for each in fused])
     goals = [name for name, each in zip(names, fused, strict=True) for _ in each.fuses]
-    found: list[str] = []
-    for name in reversed(unfused):
-        found.append(found[-1] if name.startswith(MAKE_DENSE) else goals.pop())
-    return found[::-1]
+    return [goals[0] if name.startswith(MAKE_DENSE) else goals.pop(0) for name in unfused]
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
     """Names with what comes again numbered from 2."""
-    seen: Counter[str] = Counter()
-    found = []
-    for name in names:
-        seen[name] += 1
-        found.append(name if seen[name] == 1 else f"{name} {seen[name]}")
-    return found
+    before = [names[:i].count(name) for i, name in enumerate(names)]
+    return [f"{name} {times + 1}" if times else name for name, times in zip(names, before, strict=True)]
 
 
 def in_order(launches: Sequence[Launch]) -> list[Launch]:

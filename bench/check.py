@@ -170,27 +170,21 @@ def forced_logits(step: DecodeStep, graph: bool, ids: Sequence[int], prefill: in
             if slot in judged:
                 judged[slot][start:end] = model.logits(hidden).cpu()
     state.packed[:rows] = torch.tensor(pack(Request("forced", (0,)), limit=step.cache.capacity), dtype=torch.int32)
-    play = _player(step, torch.arange(rows, dtype=torch.int32, device=model.device), graph)
+    slots = torch.arange(rows, dtype=torch.int32, device=model.device)
+    if graph:
+        step(torch.full_like(slots, -1), "plain")  # on idle rows: compiles, and makes the workspace
+        graphs = DecodeGraphs(step, slots)
+        graphs.capture([rows], ["plain"])
     for number in range(total - prefill):
         positions = [(prefilled + number) % total for _, prefilled in played]  # a filler at its end begins again at 0
         tokens = [row_ids[position] for (row_ids, _), position in zip(played, positions, strict=True)]
         state.token[:rows] = torch.tensor(tokens, dtype=torch.int32, device=model.device)
         state.position[:rows] = torch.tensor(positions, dtype=torch.int32, device=model.device)
         state.done[:rows] = 0
-        logits = play()  # [B, V]
+        logits = graphs.replay(rows, "plain").logits if graph else step(slots, "plain")[1]  # [B, V]
         for row, out in judged.items():
             out[prefill + number] = logits[row]
     return list(judged.values())
-
-
-def _player(step: DecodeStep, slots: Tensor, graph: bool) -> Callable[[], Tensor]:
-    """One step over `slots`, eager or as a graph; gives its logits `[B, V]`."""
-    if not graph:
-        return lambda: step(slots, "plain")[1]
-    step(torch.full_like(slots, -1), "plain")  # on idle rows: compiles, and makes the workspace
-    graphs = DecodeGraphs(step, slots)
-    graphs.capture([len(slots)], ["plain"])
-    return lambda: graphs.replay(len(slots), "plain").logits
 
 
 def _judge(loaded: Loaded, ids: list[int], tensors: dict[str, Tensor], say: Callable[[str], None]) -> dict[str, Verdict]:
@@ -203,6 +197,6 @@ def _judge(loaded: Loaded, ids: list[int], tensors: dict[str, Tensor], say: Call
     verdicts = {name: rule_n(logits, float32, same_dtype) for name, logits in tensors.items()}
     for name, verdict in verdicts.items():
         say(f"{name}: {verdict}")
-        if verdict.decided == 0:
-            say("no position is decided, so the greedy half of the rule judges nothing here; give --ids of a real text")
+    if not any(verdict.decided for verdict in verdicts.values()):
+        say("no position is decided, so the greedy half of the rule judges nothing here; give --ids of a real text")
     return verdicts

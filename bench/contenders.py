@@ -206,21 +206,19 @@ def _rows(linear: Linear, sizes: Sequence[int]) -> list[Linear]:
     return [Linear(weight, bias) for weight, bias in zip(linear.weight.split(sizes), biases, strict=True)]
 
 
-def _add_mode(engine: Engine, name: str, ops: Ops) -> None:
-    steps = engine.modes.steps
-    steps.setdefault(name, replace(engine.modes.step_of("unfused"), ops=ops))
-
-
 def without_pdl(engine: Engine, graph: str = "on") -> EngineRun:
     """The engine's fused ops with PDL off, as a mode of its own."""
-    _add_mode(engine, NO_PDL, load_ops("fused", pdl=False))
-    return EngineRun(engine, NO_PDL, graph)
+    return _own_mode(engine, NO_PDL, load_ops("fused", pdl=False), graph)
 
 
 def bare(engine: Engine) -> EngineRun:
     """The bench's own rung as a mode of the engine."""
-    _add_mode(engine, BARE, BareOps())
-    return EngineRun(engine, BARE, "on")
+    return _own_mode(engine, BARE, BareOps(), "on")
+
+
+def _own_mode(engine: Engine, name: str, ops: Ops, graph: str) -> EngineRun:
+    engine.modes.steps.setdefault(name, replace(engine.modes.step_of("unfused"), ops=ops))
+    return EngineRun(engine, name, graph)
 
 
 def random_ids(vocab_size: int, batch: int, length: int, seed: int) -> list[list[int]]:

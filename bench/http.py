@@ -8,7 +8,7 @@ import json
 import platform
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ FORMULAS = {
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """What `bench http` was asked for."""
+    """The flags of `bench http`."""
 
     url: str
     model: str | None
@@ -135,25 +135,25 @@ async def play(options: HttpOptions) -> tuple[dict[str, Any], list[Answer], list
         sent = f"{options.requests} requests, {options.concurrency} at once, behind {options.warmup} uncounted"
         shape = f"{options.prompt_len} prompt tokens of random ids, {options.gen_len} answer tokens, greedy, no end ids"
         options.output.begin(f"bench http: {server['model']} at {options.url}", [sent, shape])
-        bodies = [_body(options, server["model"], number) for number in range(options.warmup + options.requests)]
-        answers: list[Answer] = []
         failures: list[str] = []
 
-        async def work(queue: list[dict[str, Any]], counted: bool) -> None:
-            while queue:
+        async def work(numbers: Iterator[int], answers: list[Answer]) -> None:
+            for number in numbers:
                 try:
-                    answer = await ask(client, queue.pop(0))
+                    answers.append(await ask(client, _body(options, server["model"], number)))
                 except Failure as failure:
                     failures.append(str(failure))
                     options.output.say(f"failed: {failure}")
-                else:
-                    answers.extend([answer] if counted else [])
 
-        warmup, counted = bodies[: options.warmup], bodies[options.warmup :]
-        await asyncio.gather(*(work(warmup, False) for _ in range(options.concurrency)))
+        async def all_of(first: int, count: int) -> list[Answer]:
+            answers: list[Answer] = []
+            numbers = iter(range(first, first + count))
+            await asyncio.gather(*(work(numbers, answers) for _ in range(options.concurrency)))
+            return answers
+
+        await all_of(0, options.warmup)
         start = time.perf_counter()
-        await asyncio.gather(*(work(counted, True) for _ in range(options.concurrency)))
-        return server, answers, failures, time.perf_counter() - start
+        return server, await all_of(options.warmup, options.requests), failures, time.perf_counter() - start
 
 
 async def _server(client: httpx.AsyncClient, options: HttpOptions) -> dict[str, Any]:
@@ -187,11 +187,8 @@ def run(options: HttpOptions) -> int:
     result = result_of(options, server, answers, failures, seconds)
     ranks = ("mean", "p50", "p90", "p99", "max", "n")
     rows = [{"": name, **{rank: result[f"{rank}_{name}"] for rank in ranks}} for name in ("ttft_ms", "itl_ms", "tpot_ms")]
-    footnotes = [f"{name}: {formula}" for name, formula in FORMULAS.items()]
-    footnotes += [
-        f"percentiles: {METHOD}",
-        f"{result['output_tok_s']:.1f} tok/s, {len(answers)} answers, {len(failures)} failed",
-    ]
+    footnotes = [f"{name}: {formula}" for name, formula in {**FORMULAS, "percentiles": METHOD}.items()]
+    footnotes.append(f"{result['output_tok_s']:.1f} tok/s, {len(answers)} answers, {len(failures)} failed")
     if result["averaged"]:
         footnotes.append(f"events carry {result['tokens_per_event']:.2f} tokens on average: itl_ms is averaged within them")
     few = [row[""] for row in rows if row["n"] < P99_NEEDS]
@@ -205,7 +202,7 @@ def result_of(
 ) -> dict[str, Any]:
     """Statistics under vLLM's key names, and the raw samples."""
     ttft_ms = [1e3 * answer.events[0] for answer in answers]
-    itl_ms = [[1e3 * gap for gap in answer.gaps] for answer in answers]
+    itl_ms = [1e3 * gap for answer in answers for gap in answer.gaps]
     tokens, events = sum(answer.tokens for answer in answers), sum(len(answer.events) for answer in answers)
     return {
         "bench": "http",
@@ -226,10 +223,10 @@ def result_of(
         "tokens_per_event": tokens / events if events else None,
         "averaged": tokens != events,
         **summary("ttft_ms", ttft_ms),
-        **summary("itl_ms", [gap for each in itl_ms for gap in each]),
+        **summary("itl_ms", itl_ms),
         **summary("tpot_ms", [1e3 * answer.tpot for answer in answers]),
         "formulas": FORMULAS,
         "percentiles": METHOD,
-        "measured": {"ttft_ms": ttft_ms, "itl_ms": [gap for each in itl_ms for gap in each]},
-        "raw": {"ttft_ms": ttft_ms, "itl_ms": itl_ms, "tokens": [answer.tokens for answer in answers]},
+        "measured": {"ttft_ms": ttft_ms, "itl_ms": itl_ms},
+        "raw": {"events": [answer.events for answer in answers], "tokens": [answer.tokens for answer in answers]},
     }

@@ -26,6 +26,9 @@ HOW = "times: medians of raw profiler events inside whole steps played as a grap
 ROW_TIMES = "us of one launch; 'replaces' and 'their us' are the unfused launches whose work it does"
 
 
+RECORDED = Ceiling(H200.read_gbps, f"on record, not of this machine: {H200.source}", None)
+
+
 def launch_times(steps: WholeSteps, launches: list[Launch], play: Play) -> dict[str, list[float]] | str:
     """Microseconds of each launch of a step by its name, a sample for each layer and step; or why there are none.
 
@@ -54,13 +57,10 @@ def run(options: StepsOptions, seconds: float | None) -> int:
         raise ConfigError(f"--tune searches the tiles of dense weights and these are {weights}; give --weights bf16")
     device = torch.device(settled.device)
     cuda = device.type == "cuda"
-    ceiling = (
-        measure_ceiling(device) if cuda else Ceiling(H200.read_gbps, f"on record, not of this machine: {H200.source}", None)
-    )
+    ceiling = measure_ceiling(device) if cuda else RECORDED
     how = (HOW, ROW_TIMES) if cuda else ("no CUDA device: bytes, and an H200's floors; no kernel can be timed here",)
-    output.begin(
-        f"bench kernels: {source.label}, {settled.dtype}, weights {weights}", [str(ceiling), f"context {options.context}", *how]
-    )
+    title = f"bench kernels: {source.label}, {settled.dtype}, weights {weights}"
+    output.begin(title, [str(ceiling), f"context {options.context}", *how])
     tables: dict[str, Any] = {}
     result: dict[str, Any] = {"bench": "kernels", "measured": {}, "ceiling": asdict(ceiling)}
     result["environment"] = environment(device, options.flags, source.label, settled.dtype, weights)
@@ -75,10 +75,8 @@ def run(options: StepsOptions, seconds: float | None) -> int:
             if seconds is not None:
                 footnotes += _tune(loaded, steps, seconds, output, result)
             for ops, launches in sets.items():
-                name, seen = (
-                    step_name(batch, ops, weights),
-                    launch_times(steps, launches, steps.graph(load_ops(ops, pdl=False))),
-                )
+                name = step_name(batch, ops, weights)
+                seen = launch_times(steps, launches, steps.graph(load_ops(ops, pdl=False)))
                 if isinstance(seen, str):
                     footnotes.append(f"{name}: {seen}")
                 else:
@@ -91,10 +89,7 @@ def run(options: StepsOptions, seconds: float | None) -> int:
 
 
 def table(
-    sets: dict[str, list[Launch]],
-    times: dict[str, dict[str, list[float]]],
-    resources: list[Resources],
-    ceiling: Ceiling,
+    sets: dict[str, list[Launch]], times: dict[str, dict[str, list[float]]], resources: list[Resources], ceiling: Ceiling
 ) -> list[dict[str, Any]]:
     """A row for each launch of a fused step; what was not measured stays empty."""
     rows = []

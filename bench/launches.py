@@ -66,20 +66,12 @@ def measure(device: torch.device) -> list[LaunchCost]:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """The ceilings of this device that a prediction needs, measured now; a few seconds."""
-    bus, costs = measure_ceiling(device), {cost.name: median(cost.each_us) for cost in measure(device)}
+    gbps, costs = measure_ceiling(device).measured_gbps, {cost.name: median(cost.each_us) for cost in measure(device)}
     node = costs.get("graph node", costs["torch op"])
-    boundary = boundary_us(device, bus.measured_gbps, pdl=False) if device.type == "cuda" else 0.0
-    with_pdl = boundary_us(device, bus.measured_gbps, pdl=True) if "graph node with PDL" in costs else boundary
+    boundary = boundary_us(device, gbps, pdl=False) if device.type == "cuda" else 0.0
+    with_pdl = boundary_us(device, gbps, pdl=True) if "graph node with PDL" in costs else boundary
     source = "measured now" if device.type == "cuda" else "measured now on the CPU, where a launch is a call of a torch op"
-    return Ceilings(
-        read_gbps=bus.measured_gbps,
-        tflops=tflops(device),
-        node_us=node,
-        node_pdl_us=costs.get("graph node with PDL", node),
-        boundary_us=boundary,
-        boundary_pdl_us=with_pdl,
-        source=source,
-    )
+    return Ceilings(gbps, tflops(device), node, costs.get("graph node with PDL", node), boundary, with_pdl, source)
 
 
 def boundary_us(device: torch.device, read_gbps: float, pdl: bool) -> float:

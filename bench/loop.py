@@ -28,8 +28,8 @@ REPS = 3
 def compare(engine: Engine, batch: int) -> tuple[float, float]:
     """Milliseconds of a step in the loop, and of a replay, at the same positions; means over 200."""
     ids = random_ids(engine.model.vocab_size, batch, CONTEXT, seed=0)
-    for i in range(batch):
-        engine.submit(Request(str(i), tuple(ids[i])))
+    for i, prompt in enumerate(ids):
+        engine.submit(Request(str(i), tuple(prompt)))
     while len(engine.step()) < batch:  # until all decode
         pass
     torch.cuda.synchronize()

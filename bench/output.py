@@ -82,14 +82,17 @@ class Output:
 
     def begin(self, title: str, notes: Sequence[str]) -> None:
         self._title, self._notes = title, notes
-        print(self._heading(), file=sys.stdout if self.format == "md" else sys.stderr, flush=True)
+        self._tell(self._heading())
+
+    def _tell(self, words: str) -> None:
+        print(words, file=sys.stdout if self.format == "md" else sys.stderr, flush=True)
 
     def say(self, words: str) -> None:
         print(words, file=sys.stderr, flush=True)
 
     def show(self, name: str, rows: Sequence[Row]) -> None:
         """A table before the report, where one is meant to be read while something runs."""
-        print(f"### {name}\n\n{markdown(rows)}\n", file=sys.stdout if self.format == "md" else sys.stderr, flush=True)
+        self._tell(f"### {name}\n\n{markdown(rows)}\n")
 
     def end(self, report: Report) -> None:
         """Print the report, then write it where it was asked for.

@@ -42,7 +42,7 @@ class Counts:
         steps: steps profiled.
         kernels: kernels a step; copies: memory copies and fills a step.
         launches: host calls a step that set the device to work: several kernels that share one call are a graph's.
-        kernels_per_layer: length of the run of kernels that repeats once a layer; None if none does.
+        kernels_per_layer: see `per_layer`.
         busy_ms: time a step in which at least one kernel or copy ran.
         kernel_names: how often each comes in a step.
     """
@@ -91,22 +91,18 @@ def _profile_cell(cell: Cell, layers: int, cuda: bool, trace: Path | None) -> Co
     if steps < 1:
         return f"gen_len {shape.gen_len} is too short to profile; 6 or more are needed"
 
-    def advance() -> None:
-        for _ in range(steps):
-            contender.advance()
-
     try:
         contender.prepare(shape, seed=-1)
         contender.submit()
         started: set[int] = set()
         while len(started) < shape.batch:
             started.update(contender.advance())
-        return count(record(advance, trace, cuda), steps, layers)
+        return count(record(lambda: [contender.advance() for _ in range(steps)], trace, cuda), steps, layers)
     finally:
         contender.finish()
 
 
-def record(run: Callable[[], None], trace: Path | None, cuda: bool) -> list[dict[str, Any]]:
+def record(run: Callable[[], object], trace: Path | None, cuda: bool) -> list[dict[str, Any]]:
     """Run under the profiler; the raw trace events. `trace` (.json or .json.gz) is kept when given."""
     activities = [ProfilerActivity.CUDA] if cuda else []
     if trace is not None or not cuda:
@@ -139,15 +135,15 @@ def count(events: list[dict[str, Any]], steps: int, layers: int) -> Counts | Non
     kernels = [e for e in device if e["cat"] == "kernel"]
     if not kernels:
         return None
-    names = tuple(str(e["name"]) for e in kernels[: len(kernels) // steps])
+    names = Counter(str(e["name"]) for e in kernels[: len(kernels) // steps])
     return Counts(
         steps=steps,
         kernels=len(kernels) / steps,
         copies=(len(device) - len(kernels)) / steps,
         launches=len({e["args"]["correlation"] for e in device}) / steps,
-        kernels_per_layer=repeats(names, layers),
+        kernels_per_layer=per_layer(names, layers),
         busy_ms=busy_us([(float(e["ts"]), float(e["dur"])) for e in device]) / steps / 1e3,
-        kernel_names=dict(Counter(names)),
+        kernel_names=dict(names),
     )
 
 
@@ -160,20 +156,9 @@ def busy_us(intervals: list[tuple[float, float]]) -> float:
     return total
 
 
-def repeats(names: tuple[str, ...], layers: int) -> int | None:
-    """Length of the longest sequence of names that stands `layers` times in a row; None if there is none.
-
-    The longest, because one layer may itself hold a repeat. Kernels around the layers are too few to make a longer one.
-    """
-    if layers < 2:
-        return None
-    for period in range(len(names) // layers, 0, -1):
-        run = 0
-        for i in range(len(names) - period):
-            run = run + 1 if names[i] == names[i + period] else 0
-            if run == period * (layers - 1):
-                return period
-    return None
+def per_layer(names: Counter[str], layers: int) -> int | None:
+    """How many of a step's kernels belong to one of its `layers`: those that come at least once for each; None if none does."""
+    return sum(times // layers for times in names.values()) or None if layers > 1 else None
 
 
 @dataclass(frozen=True)

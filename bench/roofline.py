@@ -108,17 +108,9 @@ def whole_steps(
     for name, ms in predicted.items():
         batch = next(batch for batch, _ in plan if name.startswith(f"b{batch} "))
         floor, found = step_bytes(plan[batch, "fused"]) / ceilings.read_gbps / 1e6, _middle(measured.get(name))
-        table.append(
-            {
-                "step": name,
-                "bytes ms": floor,
-                "boundaries ms": ms - floor,
-                "predicted ms": ms,
-                "measured boundaries ms": None if found is None else found - floor,
-                "measured ms": found,
-                "off": _off(ms, measured.get(name)),
-            }
-        )
+        row = {"step": name, "bytes ms": floor, "boundaries ms": ms - floor, "predicted ms": ms}
+        row |= {"measured boundaries ms": None if found is None else found - floor, "measured ms": found}
+        table.append({**row, "off": _off(ms, measured.get(name))})
     return table
 
 

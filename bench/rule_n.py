@@ -54,8 +54,7 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """The fields as plain values; NaN and Infinity, which JSON lacks, become words."""
-        fields = asdict(self)
-        fields["errors"] = [_finite(x) for x in self.errors]
+        fields = {**asdict(self), "errors": [_finite(x) for x in self.errors]}
         return {name: _finite(value) if isinstance(value, float) else value for name, value in fields.items()}
 
 

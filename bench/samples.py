@@ -45,7 +45,7 @@ def median_interval(reps: Reps) -> tuple[float, float] | None:
     if len(reps) < 2:
         return None
     drawn = np.random.default_rng(0)
-    return _middle(np.array([_resampled_median(reps, _picked(drawn, len(reps)), drawn) for _ in range(RESAMPLES)]))
+    return _middle([_resampled_median(reps, drawn.integers(0, len(reps), len(reps)), drawn) for _ in range(RESAMPLES)])
 
 
 def ratio_interval(ours: Reps, theirs: Reps, paired: bool) -> tuple[float, float] | None:
@@ -58,20 +58,18 @@ def ratio_interval(ours: Reps, theirs: Reps, paired: bool) -> tuple[float, float
         return None
     drawn, found = np.random.default_rng(0), []
     for _ in range(RESAMPLES):
-        picked = _picked(drawn, min(len(ours), len(theirs)) if paired else len(ours))
+        count = min(len(ours), len(theirs)) if paired else len(ours)
+        picked = drawn.integers(0, count, count)
         below = _resampled_median(ours, picked, drawn)
-        found.append(_resampled_median(theirs, picked if paired else _picked(drawn, len(theirs)), drawn) / below)
-    return _middle(np.array(found))
-
-
-def _picked(drawn: np.random.Generator, reps: int) -> NDArray[np.int64]:
-    return drawn.integers(0, reps, reps)
+        other = picked if paired else drawn.integers(0, len(theirs), len(theirs))
+        found.append(_resampled_median(theirs, other, drawn) / below)
+    return _middle(found)
 
 
 def _resampled_median(reps: Reps, picked: NDArray[np.int64], drawn: np.random.Generator) -> float:
     return float(np.median(np.concatenate([drawn.choice(reps[i], len(reps[i])) for i in picked])))
 
 
-def _middle(found: NDArray[np.float64]) -> tuple[float, float]:
+def _middle(found: Sequence[float]) -> tuple[float, float]:
     low, high = np.percentile(found, [2.5, 97.5])
     return float(low), float(high)

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -32,13 +32,7 @@ ROOM = 128
 
 @dataclass(frozen=True)
 class StepsOptions:
-    """What a command that plays whole steps was asked for.
-
-    Attributes:
-        random_weights: the model's shapes with random weights.
-        batch: rows of a step, each played; context: positions a row reads.
-        config: the EngineConfig's fields that were given.
-    """
+    """The flags of a command that plays whole steps; `config`: those that are fields of EngineConfig."""
 
     model: str
     revision: str | None
@@ -117,19 +111,14 @@ class WholeSteps:
         self.reset()
         play()
 
-        def several() -> None:
-            for _ in range(steps):
-                play()
-
-        events = record(several, None, True)
+        events = record(lambda: [play() for _ in range(steps)], None, True)
         kernels = sorted((e for e in events if e.get("cat") == "kernel"), key=lambda e: float(e["ts"]))
         named = fold([(str(e["name"]), float(e["dur"])) for e in kernels])
         each = len(named) // steps
         return [named[i * each : (i + 1) * each] for i in range(steps)]
 
 
-@dataclass(frozen=True)
-class Resources:
+class Resources(NamedTuple):
     """What a thread of a compiled Triton kernel takes: registers, and bytes spilled."""
 
     registers: int

@@ -80,7 +80,7 @@ class Pass:
     @property
     def tpot(self) -> float:
         """Seconds between two tokens of one stream."""
-        return sum(self.gaps) / (self.decode_tokens / self.shape.batch)
+        return self.shape.batch / self.decode_rate
 
     @property
     def decode_rate(self) -> float:
