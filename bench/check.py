@@ -55,11 +55,8 @@ class CheckOptions:
 
 
 def run(options: CheckOptions) -> int:
-    """Play, write, judge, and print the result's JSON as the last line; the exit code, 1 if rule N fails.
-
-    Raises:
-        QuartetError: a file, a model or a combination of flags that cannot be played.
-    """
+    """Play, write, judge, and print the result's JSON; exit code 1 if rule N fails. Raises QuartetError for what cannot be
+    played."""
     say = partial(print, file=sys.stderr if options.format == "json" else sys.stdout, flush=True)
     if options.logits is None and options.against is None:
         raise ConfigError("nothing to do: give --logits FILE to write logits, --against transformers to judge them, or both")
@@ -71,29 +68,25 @@ def run(options: CheckOptions) -> int:
         raise RequestError(f"--prefill is {prefill}; allowed: 0 to the number of ids, {len(ids)}")
     loaded, modes = load(source, options.revision, options.wishes, len(ids))
     decoded = f"{len(ids) - prefill} through decode steps of {options.rows} rows"
-    say(
-        f"bench check: {source.label}, {loaded.config.dtype}, weights {loaded.config.weights}, on {loaded.config.device}",
-        *loaded.notes,
-        sep="\n- ",
-    )
+    settled = loaded.config
+    title = f"bench check: {source.label}, {settled.dtype}, weights {settled.weights}, on {settled.device}"
+    say(title, *loaded.notes, sep="\n- ")
     say(f"{len(ids)} ids {origin}: {prefill} through prefill, {decoded}")
 
     tensors: dict[str, Tensor] = {}
     for ops, graph in modes:
-        step, chunk = loaded.engine.modes.step_of(ops), loaded.config.prefill_chunk
-        played = forced_logits(step, graph == "on", ids, prefill, chunk, options.rows)
+        step = loaded.engine.modes.step_of(ops)
+        played = forced_logits(step, graph == "on", ids, prefill, settled.prefill_chunk, options.rows)
         name = f"logits.{ops}.{graph}"
         tensors |= dict(zip((name, f"{name}.last"), played, strict=False))
     if options.logits is not None:
         save_file(tensors, options.logits)
         say(f"wrote {options.logits}: {', '.join(tensors)}, each {[len(ids), source.config.vocab_size]} float32")
     verdicts = _judge(loaded, ids, tensors, say) if options.against else {}
-    passed = all(verdict.passed for verdict in verdicts.values())
+    device, passed = torch.device(settled.device), all(verdict.passed for verdict in verdicts.values())
     result = {
         "bench": "check",
-        "environment": environment(
-            torch.device(loaded.config.device), options.flags, options.model, loaded.config.dtype, loaded.config.weights
-        ),
+        "environment": environment(device, options.flags, options.model, settled.dtype, settled.weights),
         "notes": loaded.notes,
         "ids": ids,
         "prefill": prefill,
@@ -107,11 +100,7 @@ def run(options: CheckOptions) -> int:
 
 
 def _ids(options: CheckOptions, source: ModelSource) -> tuple[list[int], str]:
-    """The token ids to play, and where they are from.
-
-    Raises:
-        RequestError: no file, or something else in it, or an id that the vocabulary lacks.
-    """
+    """The token ids to play, and where they are from. Raises RequestError: see `read_ids`, or an id the vocabulary lacks."""
     if options.prompt_ids is not None:
         ids, origin = list(options.prompt_ids), "as given"
     elif options.ids is not None:

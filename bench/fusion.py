@@ -60,11 +60,11 @@ def _row(variant: Variant, rates: Rates, device: torch.device) -> tuple[dict[str
     samples = None
     try:
         play = variant.make(device)
-        taken = launched(play) if variant.name.startswith("Triton") and variant.host else []
+        if variant.name.startswith("Triton") and variant.host:
+            registers, spills = zip(*launched(play), strict=True)
+            row |= {"registers": max(registers), "spills": max(spills)}
         samples = samples_us(play, device)
         row |= {"us": median(samples), "GB/s": moved / median(samples) / 1e3}
-        if taken:
-            row |= {"registers": max(each.registers for each in taken), "spills": max(each.spills for each in taken)}
         del play
     except Exception as error:  # compilers raise types of their own
         require_device(device, error)

@@ -14,7 +14,7 @@ from bench.ceiling import Ceiling, measure_ceiling
 from bench.contenders import RUNGS, EngineRun, TransformersRun, bare, needed_len, without_pdl
 from bench.hugging_face import around
 from bench.output import Output, Report, has_matplotlib, require_folder, require_matplotlib, token_time
-from bench.profiled import Counts, profile
+from bench.profiled import Seen, profile
 from bench.samples import METHOD
 from bench.session import environment, gpu_state, load, memory, start_costs
 from bench.timing import FORMULAS, Cell, Contender, Shape, play
@@ -66,11 +66,7 @@ class LatencyOptions:
 
 
 def run(options: LatencyOptions) -> int:
-    """Load, say the ceiling, measure, report; the last line on stdout is the result's JSON. Exit code 1 if a pass failed.
-
-    Raises:
-        QuartetError: a model, a file or a combination of flags that cannot be played.
-    """
+    """Load, say the ceiling, measure, report; exit code 1 if a pass failed. Raises QuartetError for what cannot be played."""
     output = options.output
     if options.plot is not None:
         require_matplotlib()
@@ -81,9 +77,7 @@ def run(options: LatencyOptions) -> int:
     device = torch.device(resolve(options.wishes[0], source.config.dtype)[0].device)
     for wanted, flag in ((options.ladder, "--ladder"), (options.start, "--start")):
         if wanted and device.type != "cuda":
-            raise ConfigError(
-                f"{flag} measures kernels, graphs and their compilation, and needs a CUDA device; leave it out here"
-            )
+            raise ConfigError(f"{flag} measures kernels, graphs and compilation, and needs a CUDA device; leave it out here")
     ceiling = measure_ceiling(device)  # while the memory is still empty
     start = None
     if options.start:
@@ -95,7 +89,7 @@ def run(options: LatencyOptions) -> int:
     title = f"bench latency: {source.label}, {held[0].loaded.config.dtype}, weights {formats}, {describe(device)}"
     output.begin(title, _notes(options, held, ceiling, cells))
 
-    counts: list[Counts | str | None] = [None] * len(cells)
+    counts: list[Seen] = [None] * len(cells)
     states = {"before": gpu_state() if device.type == "cuda" else None}
     if play(cells, options.reps, options.warmup, output.say):
         states["after"] = gpu_state() if device.type == "cuda" else None
@@ -131,7 +125,7 @@ def _hold(options: LatencyOptions, source: ModelSource) -> list[Held]:
             loaded, modes = load(source, options.revision, wishes, longest)
             engines: list[tuple[Engine, Sequence[Shape]]] = [(loaded.engine, alone or matrix)]
             if alone:
-                slots = replace(loaded.config, max_slots=max(options.batch), max_len=needed)
+                slots = replace(loaded.config, max_slots=options.wishes[0].max_slots, max_len=needed)
                 engines.insert(0, (Engine(loaded.engine.model, slots), matrix))
         except OutOfMemoryError as error:
             already = "".join(f"{each.weights}, " for each in held)
@@ -155,8 +149,9 @@ def _cells(options: LatencyOptions, held: Sequence[Held]) -> list[Cell]:
                 apart = without_pdl(engine, run.graph) if options.counts and pdl and run.ops == "fused" else None
                 cells += [_cell(each, each.weights, run, shape, apart) for shape in shapes]
     if options.against:
-        first = held[0]
-        hf = _transformers(first)
+        first, model = held[0], held[0].loaded.engine.model
+        assert isinstance(model, Decoder)
+        hf = around(model, first.loaded.source.folder, model.dtype, "sdpa")
         for rival in [TransformersRun(hf, compiled) for compiled in ([False, True] if hf.device.type == "cuda" else [False])]:
             cells += [_cell(first, "bf16", rival, shape) for shape in order]
     return sorted(cells, key=lambda cell: order.index(cell.shape))
@@ -170,12 +165,6 @@ def _contenders(options: LatencyOptions, held: Held, engine: Engine) -> list[Eng
         plain = [("unfused", "off"), ("unfused", "on"), *([("fused", "on")] if held.loaded.config.pdl == "on" else [])]
         runs += rungs + [EngineRun(engine, ops, graph) for ops, graph in plain if (ops, graph) not in held.modes]
     return runs
-
-
-def _transformers(held: Held) -> Any:
-    model = held.loaded.engine.model
-    assert isinstance(model, Decoder)
-    return around(model, held.loaded.source.folder, model.dtype, "sdpa")
 
 
 def _cell(held: Held, weights: str, run: Contender, shape: Shape, apart: Contender | None = None) -> Cell:
@@ -204,25 +193,19 @@ def _notes(options: LatencyOptions, held: Sequence[Held], ceiling: Ceiling, cell
     lines.append(f"warm-up, full length, not counted: {options.warmup}; then {options.reps} reps of every cell, in turns")
     lines.append(f"{options.prompt_len} prompt tokens of random ids, {options.gen_len} answer tokens, greedy, no end ids")
     if any((*options.depth, *options.alone)):
-        lines.append(
-            "depth: positions filled with random K and V on the device in place of prefilling; the prompt is behind them"
-        )
+        lines.append("depth: random K and V on the device in place of prefilling, in front of the prompt")
     cuda = held[0].loaded.config.device == "cuda"
     if options.against:
-        lines.append(f"transformers: eager mode, SDPA attention, dynamic cache, over the {held[0].weights} weights made dense")
+        over = "the same weights" if held[0].weights == "bf16" else f"the {held[0].weights} weights made dense"
         compiled = "torch.compile reduce-overhead, static cache" if cuda else "played on CUDA only"
-        lines.append(f"transformers compiled: {compiled}")
+        lines += [f"transformers: eager mode, SDPA attention, dynamic cache, over {over}", f"transformers compiled: {compiled}"]
     if not cuda:
         lines.append("on a CPU: token times and bytes; launches, busy times, boundaries and start costs need a CUDA device")
     return lines
 
 
 def _result(
-    options: LatencyOptions,
-    held: Sequence[Held],
-    ceiling: Ceiling,
-    cells: Sequence[Cell],
-    counts: Sequence[Counts | str | None],
+    options: LatencyOptions, held: Sequence[Held], ceiling: Ceiling, cells: Sequence[Cell], counts: Sequence[Seen]
 ) -> dict[str, Any]:
     first = held[0].loaded
     config, dtype, device = first.source.config, first.config.dtype, torch.device(first.config.device)
@@ -266,15 +249,9 @@ def _report(options: LatencyOptions, result: dict[str, Any]) -> Report:
     }
     pictures = {}
     if options.plot is not None or (options.output.html is not None and has_matplotlib()):
-        bars = result["split"] or [{"name": report.cell_name(c), **_unsplit(c)} for c in cells if c["p50_itl_ms"]]
+        bars = result["split"] or report.unsplit(cells)
         pictures[title] = token_time(title, bars)
         if options.plot is not None:
             options.plot.write_bytes(pictures[title])
     records = [{"model": result["model"], **cell} for cell in cells]
     return Report(result, tables, report.footnotes(result), records, pictures)
-
-
-def _unsplit(cell: dict[str, Any]) -> dict[str, float]:
-    """Without a profile (a CPU run) only the floor is told apart from the rest, which counts as kernels."""
-    floor = min(cell["floor_ms"], cell["p50_itl_ms"])
-    return {"floor": floor, "kernels": cell["p50_itl_ms"] - floor, "gaps": 0.0, "host": 0.0}

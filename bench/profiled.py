@@ -56,24 +56,22 @@ class Counts:
     kernel_names: dict[str, int]
 
 
+Seen = Counts | str | None
+"""A cell's counts, or why there are none; None on a CPU and for a cell that has failed before."""
+
+
 def profile(
     cells: Sequence[Cell], layers: int, device: torch.device, trace: Path | None, say: Callable[[str], None]
-) -> list[Counts | str | None]:
-    """Profile a few decode steps of each cell, in a pass of its own that is not timed.
-
-    Args:
-        trace: where traces are kept, with the cell in the name when there are several; None keeps none.
-
-    Returns:
-        The counts of each cell, or why there are none; None on a CPU and for a cell that has failed before.
-    """
-    found: list[Counts | str | None] = []
+) -> list[Seen]:
+    """Profile a few decode steps of each cell, in a pass of its own that is not timed. Traces are kept in `trace`, with the
+    cell in the name when there are several."""
+    found: list[Seen] = []
     for cell in cells:
         path = trace
         if trace is not None and len(cells) > 1:
             name, dot, suffix = trace.name.partition(".")
             path = trace.with_name(f"{name}-{re.sub(r'[^a-z0-9]+', '-', str(cell))}{dot}{suffix}")
-        counts: Counts | str | None = None
+        counts: Seen = None
         if not cell.failures and (device.type == "cuda" or trace is not None):
             say(f"profile, {cell}")
             try:
@@ -84,7 +82,7 @@ def profile(
     return found
 
 
-def _profile_cell(cell: Cell, layers: int, cuda: bool, trace: Path | None) -> Counts | str | None:
+def _profile_cell(cell: Cell, layers: int, cuda: bool, trace: Path | None) -> Seen:
     """Bring the whole batch into its decode steps, then record some of them."""
     contender, shape = cell.apart or cell.contender, cell.shape
     steps = min(STEPS, shape.gen_len - 5)
