@@ -41,11 +41,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device gives: read rate, arithmetic, a launch as a graph's node, and the drain and ramp of the bus at a boundary
-    between two kernels that stream. With PDL both cost less. `source` says where the figures come from."""
+    """What a device gives: rates of reading, and of reading and writing; arithmetic; a host's launch of a torch op and of a
+    Triton kernel; a launch as a graph's node, and the drain and ramp of the bus at a boundary between two kernels that stream.
+    With PDL the last two cost less. `source` says where the figures come from."""
 
     read_gbps: float
+    copy_gbps: float
     tflops: float
+    torch_us: float
+    triton_us: float
     node_us: float
     node_pdl_us: float
     boundary_us: float
@@ -75,7 +79,10 @@ class Ceilings:
 
 H200 = Ceilings(
     read_gbps=4610.0,
+    copy_gbps=4240.0,
     tflops=989.0,
+    torch_us=9.1,
+    triton_us=10.9,
     node_us=0.82,
     node_pdl_us=0.58,
     boundary_us=3.6,  # 1.7 more than with PDL: a step of 129 such boundaries took 3.58 ms without it and 3.36 with it

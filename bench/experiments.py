@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import fusion_kernels as own
+from bench.arithmetic import Ceilings
 from bench.launches import graph_of
 from bench.steps import Play
 
@@ -21,20 +22,6 @@ TOKENS, WIDTH = 32 * 4096, 16384
 DROPOUT = 0.1
 Make = Callable[[torch.device], Play]
 Data = Callable[[torch.device], Sequence[Tensor]]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Read-and-write rate, arithmetic, and host launches of a device; `source` says where the figures come from."""
-
-    copy_gbps: float
-    tflops: float
-    torch_us: float
-    triton_us: float
-    source: str
-
-
-H200 = Rates(4240, 989, 9.1, 10.9, "one NVIDIA H200, measured 2026-11-29 with torch 2.11, arithmetic by the datasheet")
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ class Variant:
     make: Make
     host: bool = True
 
-    def predicted_us(self, rates: Rates) -> float:
+    def predicted_us(self, rates: Ceilings) -> float:
         """Bytes or arithmetic over their ceilings, kernel by kernel, and at least the host's launches."""
         device = sum(max(moved / rates.copy_gbps / 1e3, ops / rates.tflops / 1e6) for moved, ops in self.kernels)
         launch = rates.triton_us if self.name.startswith("Triton") else rates.torch_us
@@ -120,11 +107,7 @@ def rows(kind: int, width: int, values: int = 1 << 29) -> Experiment:
             Variant("eager, op by op", apart, _call(unfused, data)),
             Variant("torch's own kernel", [(moved, 0)], _call(library, data)),
             Variant("torch.compile", [(moved, 0)], _compiled(unfused, data)),
-            Variant(
-                "Triton",
-                [(moved, 0)],
-                _call(partial(own.row_reduction, kind=kind), with_out),
-            ),
+            Variant("Triton", [(moved, 0)], _call(partial(own.row_reduction, kind=kind), with_out)),
         ],
         ("eager, op by op", "Triton"),
         f"a reduction and its consumers in one pass over HBM ({form})",

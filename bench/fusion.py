@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from bench.experiments import H200, Experiment, Rates, Variant, by_name
-from bench.launches import measure, tflops
+from bench.arithmetic import H200, Ceilings
+from bench.experiments import Experiment, Variant, by_name
+from bench.launches import measure_ceilings
 from bench.output import Output, Report
 from bench.profiled import counted, watched
 from bench.session import environment
@@ -18,7 +19,7 @@ from bench.steps import launched, median, require_device, samples_us
 def run(device: torch.device, only: Sequence[str] | None, output: Output, flags: dict[str, Any]) -> int:
     """Predict, measure what this device can, report; the exit code."""
     cuda = device.type == "cuda"
-    rates = _rates(device) if cuda else H200
+    rates = measure_ceilings(device) if cuda else H200
     notes = [
         f"read and write {rates.copy_gbps:,.0f} GB/s, arithmetic {rates.tflops:,.0f} TFLOP/s, host launches "
         f"{rates.torch_us:.1f} us (torch), {rates.triton_us:.1f} us (Triton): {rates.source}",
@@ -50,7 +51,7 @@ def play_watched(name: str) -> None:
     watched(variant.make(torch.device("cuda")))
 
 
-def _row(variant: Variant, rates: Rates, device: torch.device) -> tuple[dict[str, Any], list[float] | None]:
+def _row(variant: Variant, rates: Ceilings, device: torch.device) -> tuple[dict[str, Any], list[float] | None]:
     """A table's row and its samples. What cannot be played is told in the row: other variants go on."""
     moved = sum(each for each, _ in variant.kernels)
     row: dict[str, Any] = {"variant": variant.name, "kernels": len(variant.kernels), "MB": moved / 1e6}
@@ -73,7 +74,7 @@ def _row(variant: Variant, rates: Rates, device: torch.device) -> tuple[dict[str
     return row, samples
 
 
-def _word(experiment: Experiment, rates: Rates, us: dict[str, float | None]) -> str:
+def _word(experiment: Experiment, rates: Ceilings, us: dict[str, float | None]) -> str:
     """Predicted, measured, why: in one line."""
     by_name = {variant.name: variant for variant in experiment.variants}
     slow, fast = experiment.gain
@@ -93,12 +94,3 @@ def _counters(name: str, experiment: Experiment) -> list[str]:
     return [
         f"counters, {experiment.title}, {variant.name}: {moved / 1e6:,.1f} MB of DRAM, {moved / predicted:.3f} of the predicted"
     ]
-
-
-def _rates(device: torch.device) -> Rates:
-    """This device's, measured now."""
-    source = torch.ones(1 << 29, device=device)
-    target = torch.empty_like(source)
-    copy = 2 * source.nbytes / median(samples_us(lambda: target.copy_(source), device)) / 1e3
-    host = {cost.name: median(cost.each_us) for cost in measure(device)}
-    return Rates(copy, tflops(device), host["torch op"], host["Triton launch"], "measured now")

@@ -66,12 +66,23 @@ def measure(device: torch.device) -> list[LaunchCost]:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """The ceilings of this device that a prediction needs, measured now; a few seconds."""
-    gbps, costs = measure_ceiling(device).measured_gbps, {cost.name: median(cost.each_us) for cost in measure(device)}
-    node = costs.get("graph node", costs["torch op"])
-    boundary = boundary_us(device, gbps, pdl=False) if device.type == "cuda" else 0.0
-    with_pdl = boundary_us(device, gbps, pdl=True) if "graph node with PDL" in costs else boundary
-    source = "measured now" if device.type == "cuda" else "measured now on the CPU, where a launch is a call of a torch op"
-    return Ceilings(gbps, tflops(device), node, costs.get("graph node with PDL", node), boundary, with_pdl, source)
+    gbps, us = measure_ceiling(device).measured_gbps, {cost.name: median(cost.each_us) for cost in measure(device)}
+    host, cuda = us["torch op"], device.type == "cuda"
+    boundary = boundary_us(device, gbps, pdl=False) if cuda else 0.0
+    found = Ceilings(
+        read_gbps=gbps,
+        copy_gbps=copy_gbps(device),
+        tflops=tflops(device),
+        torch_us=host,
+        triton_us=us.get("Triton launch", host),
+        node_us=us.get("graph node", host),
+        node_pdl_us=us.get("graph node with PDL", us.get("graph node", host)),
+        boundary_us=boundary,
+        boundary_pdl_us=boundary_us(device, gbps, pdl=True) if "graph node with PDL" in us else boundary,
+        source="measured now" + ("" if cuda else " on the CPU, where a launch is a call of a torch op"),
+    )
+    torch.cuda.empty_cache()  # gigabytes, which a model may need
+    return found
 
 
 def boundary_us(device: torch.device, read_gbps: float, pdl: bool) -> float:
@@ -112,6 +123,13 @@ def _launched(name: str, play: Play, device: torch.device, calls: int = 200) -> 
             play()
         host.append((time.perf_counter() - start) * 1e6 / calls)
     return LaunchCost(name, host, [back_to_back_us(play, 5 * calls, device) for _ in range(9)])
+
+
+def copy_gbps(device: torch.device) -> float:
+    """Rate of reading and writing in a copy of 2 GB (on a CPU, 64 MB)."""
+    source = torch.ones(1 << (29 if device.type == "cuda" else 24), device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median(samples_us(lambda: target.copy_(source), device)) / 1e3
 
 
 def tflops(device: torch.device) -> float:
