@@ -106,7 +106,6 @@ def measure(contender: Contender, shape: Shape, seed: int, clock: Callable[[], f
     """
     contender.prepare(shape, seed)
     gc.collect()
-    gc.freeze()  # as the server does: no collection walks everything that was imported while tokens are timed
     first: dict[int, float] = {}
     counts = [0] * shape.batch
     gaps: list[float] = []
@@ -132,7 +131,6 @@ def measure(contender: Contender, shape: Shape, seed: int, clock: Callable[[], f
         ordered = tuple(first[stream] for stream in range(shape.batch))
         return Pass(shape, ordered, tuple(gaps), sum(counts) - before, sum(counts), last - start)
     finally:
-        gc.unfreeze()
         contender.finish()
 
 
@@ -172,6 +170,15 @@ def play(cells: Sequence[Cell], reps: int, warmup: int, say: Callable[[str], Non
     Returns:
         False if the device failed: nothing further can run.
     """
+    gc.collect()
+    gc.freeze()  # as the server does: no collection walks everything that was imported while tokens are timed
+    try:
+        return _play(cells, reps, warmup, say)
+    finally:
+        gc.unfreeze()
+
+
+def _play(cells: Sequence[Cell], reps: int, warmup: int, say: Callable[[str], None]) -> bool:
     for turn in range(warmup + reps):
         counted = turn >= warmup
         label = f"rep {turn - warmup + 1}/{reps}" if counted else f"warm-up {turn + 1}/{warmup}"
