@@ -26,8 +26,9 @@ EXPLAINED = (
     "predicted us: the larger of hbm bytes / read ceiling and operations / arithmetic ceiling, and the boundary's; the bus "
     "drains and ramps up at half its rate, so a launch too short to fill it takes twice its stream's time and a node's",
     "bound: memory or arithmetic, by the side of the roof, or launch, where both take less than launching",
-    "at these batches fusion saves boundaries, not HBM bytes: every weight is read once either way",
 )
+SAVES = "at these batches fusion saves boundaries, not HBM bytes: every weight is read once either way"
+SAVES_DENSE = "unfused, a weight of 8 or 4 bits is made dense before its products, so fusion saves HBM bytes here too"
 
 Plan = dict[tuple[int, str], list[Launch]]
 """A step's launches by batch and ops set."""
@@ -64,7 +65,7 @@ def run(options: StepsOptions, gpu: str | None) -> int:
     output.begin(f"bench roofline: {source.label}, {dtype}, weights {weights}", notes)
     times: Times = {}
     measured: dict[str, list[float]] = {}
-    footnotes, counts = list(EXPLAINED), None
+    footnotes, counts = [*EXPLAINED, SAVES if weights == "bf16" else SAVES_DENSE], None
     if measures:
         for (batch, ops), launches in plan.items():
             output.show(f"Predicted, {ops}, batch {batch}", rows(launches, ceilings, {}))

@@ -24,6 +24,7 @@ def test_a_cpu_gets_the_arithmetic_of_an_h200(bench):
     assert "saves boundaries, not HBM bytes" in printed.out
     assert printed.result["measured"] == {}
     assert printed.result["predicted"]["b1 fused"] < printed.result["predicted"]["b1 unfused"]
+    assert "saves HBM bytes here too" in bench("roofline", "--model", "random:llama-2-7b", "--weights", "int4").out
     assert [each["name"] for each in printed.result["launches"]["b1 fused"]][1:3] == ["norm_qkv_rope", "attention"]
 
 
