@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 SLOWED_BY = ["idle", "application clocks", "software power cap", "hardware slowdown", "sync boost", "software thermal"]
 SLOWED_BY += ["hardware thermal", "power brake", "display clocks"]
 """NVML's clock event reasons, lowest bit first. Source: nvml.h, nvmlClocksEventReasons."""
-START_SECONDS = 300
+START_SECONDS = 120
 
 
 def load(
