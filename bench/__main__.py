@@ -9,6 +9,11 @@ import os
 # decode step on a busy CPU ten times its length.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import sys
+
+# `python -m` puts the current folder first: one that holds a `models` of its own must not take the place of ours.
+if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+    del sys.path[0]
 
 import argparse
 from collections.abc import Callable, Sequence

@@ -6,10 +6,13 @@ import os
 # decode step on a busy CPU ten times its length.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-
 import signal
+import sys
 
 if __name__ == "__main__":
+    # `python -m` puts the current folder first: one that holds a `models` of its own must not take the place of ours.
+    if sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+        del sys.path[0]
     # Until the server listens to signals itself Ctrl-C ends the process: no traceback out of an import that takes seconds.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -231,13 +231,23 @@ def test_ctrl_c_while_torch_is_imported_shows_no_traceback():
     assert process.returncode == -signal.SIGINT
 
 
-def test_a_models_folder_where_the_user_stands_is_not_taken_for_ours(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["runtime", "random:llama-2-7b", "--prompt", "x"], "error: random:llama-2-7b has no tokenizer"),
+        (["server", "--port", "-1"], "error: --port is -1"),
+        (["bench", "compare", "a", "b"], "error: a"),
+    ],
+    ids=str,
+)
+def test_a_models_folder_where_the_user_stands_is_not_taken_for_ours(tmp_path, arguments, said):
     """A folder of weights called `models` is common; `python -m` looks into the current folder first."""
     (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not ours')")
     environment = {**os.environ, "PYTHONPATH": str(Path(terminal.__file__).parent.parent)}
-    command = [sys.executable, "-m", "runtime", "random:llama-2-7b", "--prompt", "x"]
+    command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert done.stderr == "error: random:llama-2-7b has no tokenizer; give --prompt-ids 1,2,3 in place of a text\n"
+    assert done.stderr.startswith(said)
 
 
 def test_a_reader_that_leaves_is_no_error(alphabet):
