@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from models import Tokenizer
 from runtime.engine import Engine
 from runtime.errors import RequestError
-from runtime.request import Request
+from runtime.request import MAX_END_IDS, Request
 from server.answer import Answer, IdText, StopMatcher
 from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults, TokenizeRequest
 
@@ -113,6 +113,10 @@ class Intake:
         special = self._special_stops(wanted.stop)
         own_ends = () if wanted.ignore_eos else self._end_ids
         ends = tuple(dict.fromkeys([*own_ends, *wanted.stop_token_ids, *special]))
+        if len(ends) > MAX_END_IDS:
+            asked, room = len({*wanted.stop_token_ids, *special}), MAX_END_IDS - len(own_ends)
+            what = "stop_token_ids" if not special else "stop_token_ids and control tokens in stop"
+            raise RequestError(f"{what} name {asked} ids; at most {room} fit beside the model's own end ids", "stop_token_ids")
         seed = random.getrandbits(63)
         job = Job([], [], wanted.n, sum(len(ids) for ids, _ in prompts))
         for ids, echo in prompts:

@@ -106,6 +106,12 @@ class TestIds:
         assert status == 400
         assert error["param"].startswith("stop_token_ids")
 
+    def test_too_many_stop_token_ids_are_told_as_they_were_given(self, short):
+        """The model's own end ids were counted among them: of 17 the error said 18."""
+        _, error = short.refusal(prompt="A", stop_token_ids=list(range(17)))
+        assert error["message"] == "stop_token_ids name 17 ids; at most 15 fit beside the model's own end ids"
+        assert short.complete("A", stop_token_ids=list(range(15)), max_tokens=1)
+
     def test_more_choices_than_can_ever_be_in_are_refused_for_good(self, short):
         status, error = short.refusal(prompt=["A"] * 100, n=2)
         assert (status, error["code"]) == (400, "invalid_value")
