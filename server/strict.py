@@ -122,7 +122,7 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
         raise ValueError
     if not all(type(bias) in (int, float) and abs(bias) <= 100 for bias in value.values()):
         raise ValueError
-    return tuple({int(token): float(bias) for token, bias in value.items()}.items())
+    return tuple((int(token), float(bias)) for token, bias in value.items())
 
 
 _TEXT = {"type": "string"}

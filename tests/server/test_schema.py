@@ -180,6 +180,12 @@ def test_a_bias_is_a_number_for_an_id(bias):
     assert caught.value.param == "logit_bias"
 
 
+def test_a_bias_of_one_id_under_two_spellings_is_refused():
+    """The second one won without a word."""
+    with pytest.raises(RequestError, match="names a token id twice"):
+        completion(logit_bias={"01": 1, "1": 2})
+
+
 def test_unknown_fields_are_ignored_and_named_in_the_debug_log(caplog):
     with caplog.at_level("DEBUG"):
         assert completion(user="x", metadata={"a": 1}, store=True) == completion()
