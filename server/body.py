@@ -59,6 +59,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
     Raises:
         RequestError: anything else.
     """
+    if not data:  # without Content-Length and chunks HTTP reads no body, whatever follows
+        raise RequestError("the request has no body; send a JSON object, with its Content-Length or in chunks")
     try:
         text = data.decode()
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)

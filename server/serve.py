@@ -66,7 +66,8 @@ class Protocol(HttpToolsProtocol):
             self.send_400_response("the body is shorter than its Content-Length")
 
     def send_400_response(self, msg: str) -> None:
-        body = encode(nested(msg, "invalid_request_error", "bad_request"))
+        told = f"{msg.rstrip('.')}; a body needs a Content-Length that is right, or chunks"
+        body = encode(nested(told, "invalid_request_error", "bad_request"))
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[400] + head + body)
         self.transport.close()

@@ -45,6 +45,15 @@ def test_bodies_that_are_no_json_object_are_400(letters, body):
         assert (status, error["type"]) == (400, "invalid_request_error")
 
 
+def test_a_body_without_content_length_or_chunks_is_none_and_told_so(letters):
+    """It was called bad JSON at line 1, column 1. HTTP takes what follows for the next request, which it is not."""
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: test\r\n\r\n".encode()
+    for sent, words in ((head, "the request has no body; send"), (head + GOOD, "a body needs a Content-Length")):
+        status, _, error = raw(letters, sent)
+        assert status == 400
+        assert words in error["message"]
+
+
 @pytest.mark.parametrize("length", ["abc", "-1", "1e3", "5, 6"])
 def test_a_content_length_that_is_no_count_is_400(letters, length):
     status, head, _ = raw(letters, raw_request(TEXT, GOOD, length))
