@@ -90,30 +90,30 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
 
 
 def load_engine(
-    name: str,
+    model: str | ModelSource,
     config: EngineConfig,
     revision: str | None = None,
     random_weights: bool = False,
     needed_len: int | None = None,
     progress: bool = True,
     prepare: bool = True,
-    chat_template: str | None = None,
+    tokenizer: Tokenizer | None = None,
     ids_only: bool = False,
 ) -> Loaded:
     """Find a model, settle the config on this machine, load it and build its engine.
 
     Args:
-        name: MODEL, see `find_model`.
+        model: MODEL, see `find_model`, or what was found.
         random_weights: the model's shapes with random weights.
         prepare: compile kernels and capture graphs now; else the caller plays `Engine.prepare` before the first request.
-        chat_template: a template's name or file, see `Tokenizer`.
+        tokenizer: the model's, where it is loaded already.
         ids_only: load no tokenizer; the model may have none.
         needed_len: positions the command needs; the capacity where config.max_len is None, the least it may be otherwise.
 
     Raises:
         QuartetError: as `find_model`, `resolve`, `fit_max_len`, `load_tokenizer` and `load_model`, in this order.
     """
-    source = find_model(name, revision, weights=not random_weights)
+    source = find_model(model, revision, weights=not random_weights) if isinstance(model, str) else model
     if random_weights:
         source = source.with_random_weights()
     if config.max_len is not None and needed_len is not None and needed_len > config.max_len:
@@ -137,7 +137,8 @@ def load_engine(
         free,
     )
     settled = replace(settled, max_len=max_len, max_slots=slots)
-    tokenizer = None if ids_only else load_tokenizer(source, chat_template)
+    if tokenizer is None and not ids_only:
+        tokenizer = load_tokenizer(source)
     importlib.import_module("torch.nn.attention.bias")  # takes seconds, which the first prompt should not wait for
     start = time.perf_counter()
     decoder = load_model(source, device, dtype, max_len, progress, weights)

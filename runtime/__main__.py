@@ -168,7 +168,6 @@ class Terminal:
         """
         self._count += 1
         request = Request(str(self._count), tuple(prompt_ids), self._params, self._max_tokens, end_ids=self._end_ids)
-        self._loaded.engine.check(request)
         stream = self._loaded.tokenizer.stream(prompt_ids) if self._loaded.tokenizer else None
         text, times = "", []
         start = time.perf_counter()
@@ -222,9 +221,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         _fit(len(ids), config.max_len, source.config.max_position)
 
     needed = len(ids) + args.max_tokens if args.prompt_ids is not None and args.max_tokens is not None else None
-    loaded = load_engine(
-        args.model, config, args.revision, needed_len=needed, chat_template=args.chat_template, ids_only=ids_only
-    )
+    loaded = load_engine(source, config, needed_len=needed, tokenizer=tokenizer, ids_only=ids_only)
     print(*loaded.notes, sep="\n", file=sys.stderr)
     terminal = Terminal(loaded, args, params)
     if ids is not None:

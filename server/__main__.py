@@ -27,7 +27,7 @@ from typing import Any
 
 import uvloop
 
-from models import Loaded, load_engine
+from models import Loaded, find_model, load_engine, load_tokenizer
 from runtime.__main__ import add_engine_flags, engine_config, run_door
 from runtime.errors import ConfigError, RequestError
 from runtime.request import SamplingParams
@@ -149,13 +149,13 @@ def floor(known: Mapping[str, Any]) -> str:
 def run(args: argparse.Namespace) -> None:
     """Take the port, read the weights, open the port, serve until a signal."""
     set_up(args.log_level, args.log_format)
-    settings(args, "")  # a wrong flag is told before the weights are read
+    config, _ = engine_config(args), settings(args, "")  # a wrong flag is told before the model is looked for
     with bind(args.host, args.port) as sock:
-        loaded = load_engine(
-            args.model, engine_config(args), revision=args.revision, prepare=False, chat_template=args.chat_template
-        )
-        asked = loaded.source.sampling if args.generation_config == "auto" else {}
-        wanted = settings(args, loaded.source.label, asked)
+        source = find_model(args.model, args.revision)
+        tokenizer = load_tokenizer(source, args.chat_template)
+        loaded = load_engine(source, config, prepare=False, tokenizer=tokenizer)
+        asked = source.sampling if args.generation_config == "auto" else {}
+        wanted = settings(args, source.label, asked)
         flagged = sampling_flags(args)
         told = {"flag": list(flagged), "generation_config.json": [name for name in asked if name not in flagged]}
         whose = "".join(f"{' and '.join(names)} by {source}, " for source, names in told.items() if names)
