@@ -124,6 +124,6 @@ def _tune(loaded: Loaded, steps: WholeSteps, seconds: float, output: Output, res
     found = start_from(config, steps, DTYPE_BYTES[loaded.config.dtype])
     tune(found, steps, loaded.config.pdl == "on", seconds, output.say)
     result.setdefault("tuned", {})[str(steps.batch)] = {"start_ms": found.start_ms, "ms": found.ms, "log": found.log}
-    path = save_tuned(name, found.keys(config, steps.batch)) if found.ms < found.start_ms else None
+    path = save_tuned(name, found.tiles) if found.ms < found.start_ms else None
     where = f"written to {path}" if path else "nothing better was found, nothing written"
     return [f"tuned for batch {steps.batch}: {found.start_ms:.4f} ms before, {found.ms:.4f} ms after; {where}"]

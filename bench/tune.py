@@ -15,9 +15,9 @@ from torch import Tensor
 from bench.steps import Play, WholeSteps, median, require_device
 from models.config import ModelConfig
 from runtime.ops.attention import attention_tile
-from runtime.ops.configs import Kernel, Tile, tile_for
+from runtime.ops.configs import Kernel, tile_for
 from runtime.ops.fused import FusedOps
-from runtime.ops.tuned import TileKey, Tuned
+from runtime.ops.tuned import TileKey, Tiles
 
 GAIN = 0.002
 """A tile is taken if the step is shorter by this share, twice: about what two timings of one graph differ by."""
@@ -25,37 +25,33 @@ GAIN = 0.002
 
 @dataclass
 class Found:
-    """The tiles in use so far, of GEMVs by (kernel, out, in) and of attention, and the step's time with them."""
+    """The tiles in use so far, the one that reads most bytes first, and the step's time with them."""
 
-    tiles: dict[tuple[Kernel, int, int], Tile]
-    attention: Any
+    tiles: Tiles
     start_ms: float = 0.0
     ms: float = 0.0
     log: list[dict[str, Any]] = field(default_factory=list)
 
     def ops(self, pdl: bool) -> FusedOps:
-        return FusedOps(pdl, tiles=self.tiles, attention_tile=self.attention)
-
-    def keys(self, config: ModelConfig, batch: int) -> Tuned:
-        """As `runtime.ops.tuned` files them."""
-        rows = "single" if batch == 1 else "batch"
-        attention = TileKey("attention", rows, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
-        found = {TileKey(kernel, rows, out, width): tile for (kernel, out, width), tile in self.tiles.items()}
-        return {**found, attention: self.attention}
+        return FusedOps(pdl, tiles=self.tiles)
 
 
 def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int) -> Found:
-    """The built-in tiles of every kernel of a step, the one that reads most bytes first."""
-    c, q = config, config.num_heads * config.head_dim
+    """The built-in tiles of every kernel of a step."""
+    c, q, kv = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     keys: list[tuple[Kernel, int, int]] = [
         ("norm_gate_up", c.intermediate_size, c.hidden_size),
         ("proj_residual", c.hidden_size, c.intermediate_size),
-        ("norm_linear", q + 2 * c.num_kv_heads * c.head_dim, c.hidden_size),
+        ("norm_linear", q + 2 * kv, c.hidden_size),
         ("proj_residual", c.hidden_size, q),
         ("norm_linear", c.vocab_size, c.hidden_size),
     ]
-    tiles = {key: tile_for(*key, batch=steps.batch, itemsize=itemsize) for key in keys}
-    return Found(tiles, attention_tile(steps.attention, steps.batch, itemsize))
+    tiles: dict[TileKey, Any] = {
+        TileKey.of(kernel, steps.batch, out, width, itemsize): tile_for(kernel, out, width, steps.batch, itemsize)
+        for kernel, out, width in keys
+    }
+    attention = attention_tile(steps.attention, steps.batch, itemsize)
+    return Found(tiles | {TileKey.of("attention", steps.batch, q, kv, itemsize): attention})
 
 
 def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callable[[str], None]) -> Found:
@@ -68,9 +64,8 @@ def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callab
     improved, tried = True, set[Any]()
     while improved:
         improved = False
-        keys: list[Any] = [*found.tiles, "attention"]
-        for key in keys:
-            for tile in neighbours(found.attention if key == "attention" else found.tiles[key], key, steps.batch):
+        for key in list(found.tiles):
+            for tile in neighbours(found.tiles[key], key):
                 if time.monotonic() > deadline:
                     say("the time is over; --tune-seconds gives more")
                     return found
@@ -80,15 +75,16 @@ def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callab
     return found
 
 
-def neighbours(tile: Any, key: Any, batch: int) -> Iterator[Any]:
+def neighbours(tile: Any, key: TileKey) -> Iterator[Any]:
     """Tiles one move away: a number halved or doubled, a switch turned, within what the kernels allow."""
     most = {"warps": 16, "stages": 8, "splits": 8, "block": 256, "min_keys": 512, "blocks_per_sm": 8, "ahead": 16}
-    least = {"ahead": 0} | ({} if batch == 1 or key == "attention" else {"rows": 16, "k_slice": 16})
-    if key != "attention":
-        most |= {"rows": min(256, key[1]), "k_slice": key[2]}
-        if batch == 1:
+    single, attention = key.rows == "single", key.kernel == "attention"
+    least = {"ahead": 0} | ({} if single or attention else {"rows": 16, "k_slice": 16})
+    if not attention:
+        most |= {"rows": min(256, key.out), "k_slice": key.width}
+        if single:
             most |= {"splits": 0, "ahead": -1}  # one row's kernels have neither
-        elif key[0] != "proj_residual":
+        elif key.kernel != "proj_residual":
             most["splits"] = 0
     for each in fields(tile):
         value = getattr(tile, each.name)
@@ -100,9 +96,11 @@ def neighbours(tile: Any, key: Any, batch: int) -> Iterator[Any]:
                 yield replace(tile, **{each.name: move})
 
 
-def _try(found: Found, key: Any, tile: Any, steps: WholeSteps, pdl: bool, expected: Tensor, say: Callable[[str], None]) -> bool:
+def _try(
+    found: Found, key: TileKey, tile: Any, steps: WholeSteps, pdl: bool, expected: Tensor, say: Callable[[str], None]
+) -> bool:
     """Whether the tile was taken. One that does not compile or gives other logits is passed over."""
-    trial = replace(found, attention=tile) if key == "attention" else replace(found, tiles={**found.tiles, key: tile})
+    trial = replace(found, tiles={**found.tiles, key: tile})
     try:
         play = steps.graph(trial.ops(pdl))
         close = torch.allclose(_logits(steps, play), expected, rtol=0.05, atol=float(0.05 * expected.abs().max()))
@@ -117,7 +115,7 @@ def _try(found: Found, key: Any, tile: Any, steps: WholeSteps, pdl: bool, expect
     found.log.append({"kernel": str(key), "tile": asdict(tile), "ms": ms if close else None, "taken": taken})
     say(f"  {key} {tile}: {f'{ms:.4f} ms' if close else 'other logits'}{' <- taken' if taken else ''}")
     if taken:
-        found.tiles, found.attention, found.ms = trial.tiles, trial.attention, ms
+        found.tiles, found.ms = trial.tiles, ms
     return taken
 
 

@@ -192,5 +192,5 @@ def load_ops(name: str, pdl: bool = False) -> Ops:
         from runtime.ops.fused import FusedOps
         from runtime.ops.tuned import load_tuned
 
-        return FusedOps(pdl, tuned=load_tuned(torch.cuda.get_device_name()) if torch.cuda.is_available() else {})
+        return FusedOps(pdl, tiles=load_tuned(torch.cuda.get_device_name()) if torch.cuda.is_available() else {})
     raise ConfigError(f"ops is {name!r}; allowed: {', '.join(OPS_SETS)}")

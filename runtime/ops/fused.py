@@ -18,7 +18,7 @@ from runtime.ops.lowbit_linear import lowbit_linear, lowbit_tile
 from runtime.ops.norm_gate_up import norm_gate_up
 from runtime.ops.norm_linear import norm_linear
 from runtime.ops.proj_residual import proj_residual
-from runtime.ops.tuned import TileKey, Tuned
+from runtime.ops.tuned import TileKey, Tiles
 
 
 class FusedOps:
@@ -33,8 +33,7 @@ class FusedOps:
         pdl: programmatic dependent launch. The embedding and the launch after it go without the attribute, so that rows.slots
             and rows.positions may be read before a wait; a caller that fills them otherwise must do so before `embed`.
         interpreted: for Triton's interpreter: products in float32 and no PDL instructions.
-        tuned: tiles that take the place of the built-in ones (configs, attention_tile), of 2-byte types.
-        tiles: those of one batch size that a tuner tries, by kernel, out and in features; attention_tile: likewise.
+        tiles: those that take the place of the built-in ones (configs, attention_tile).
     """
 
     name = "fused"
@@ -48,15 +47,11 @@ class FusedOps:
         self,
         pdl: bool = True,
         interpreted: bool = False,
-        tiles: dict[tuple[Kernel, int, int], Tile] | None = None,
-        attention_tile: AttentionTile | None = None,
-        tuned: Tuned | None = None,
+        tiles: Tiles | None = None,
     ) -> None:
         self.pdl = pdl and not interpreted
         self.interpreted = interpreted
         self.tiles = tiles or {}
-        self.attention_tile = attention_tile
-        self.tuned = tuned or {}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
         self._scratch: dict[tuple[object, ...], AttentionScratch] = {}
         self._scaled: dict[tuple[object, ...], Scaled] = {}
@@ -81,9 +76,10 @@ class FusedOps:
     def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         spec, batch = attention, len(q)
         out = self._buffer("attention", (batch, spec.heads * spec.head_dim), k_cache)
-        tuned = self._tuned("attention", k_cache, batch, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim)
-        assert tuned is None or isinstance(tuned, AttentionTile)
-        tile = self.attention_tile or tuned or attention_tile(spec, batch, k_cache.element_size())
+        size = k_cache.element_size()
+        chosen = self.tiles.get(TileKey.of("attention", batch, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, size))
+        assert chosen is None or isinstance(chosen, AttentionTile)
+        tile = chosen or attention_tile(spec, batch, size)
         key = (batch, spec.heads, spec.kv_heads, spec.head_dim, tile)
         if key not in self._scratch:
             self._scratch[key] = AttentionScratch.make(batch, spec, q.device, tile)
@@ -180,12 +176,6 @@ class FusedOps:
 
     def _tile(self, kernel: Kernel, x: Tensor, linear: Linear) -> Tile:
         n = linear.weight.shape[0] // (2 if kernel == "norm_gate_up" else 1)
-        key = (kernel, n, x.shape[1])
-        tuned = self._tuned(kernel, x, len(x), n, x.shape[1])
-        assert tuned is None or isinstance(tuned, Tile)
-        return self.tiles.get(key) or tuned or tile_for(*key, batch=len(x), itemsize=x.element_size())
-
-    def _tuned(self, kernel: str, like: Tensor, batch: int, out: int, width: int) -> Tile | AttentionTile | None:
-        if like.element_size() != 2:
-            return None
-        return self.tuned.get(TileKey(kernel, "single" if batch == 1 else "batch", out, width))
+        chosen = self.tiles.get(TileKey.of(kernel, len(x), n, x.shape[1], x.element_size()))
+        assert chosen is None or isinstance(chosen, Tile)
+        return chosen or tile_for(kernel, n, x.shape[1], batch=len(x), itemsize=x.element_size())

@@ -16,31 +16,39 @@ log = logging.getLogger(__name__)
 
 
 class TileKey(NamedTuple):
-    """What a tile was found for: the kernel, "single" or "batch" rows, out and in features (F for norm_gate_up; of attention
-    H * D and K * D)."""
+    """What a tile is for: the kernel, "single" or "batch" rows, out and in features (F for norm_gate_up; of attention H * D and
+    K * D), and the bytes of a weight or of a cached value."""
 
     kernel: str
     rows: str
     out: int
     width: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, kernel: str, batch: int, out: int, width: int, itemsize: int) -> "TileKey":
+        return cls(kernel, "single" if batch == 1 else "batch", out, width, itemsize)
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
 
 
-Tuned = Mapping[TileKey, Tile | AttentionTile]
+Tiles = Mapping[TileKey, Tile | AttentionTile]
 
 
 def tiles_path() -> Path:
     return user_cache_path("quartet") / "tiles.json"
 
 
-def load_tuned(gpu_name: str, path: Path | None = None) -> Tuned:
+def load_tuned(gpu_name: str, path: Path | None = None) -> Tiles:
     """The tiles tuned on this GPU; none without a file. A damaged file, or one of another version, is told in the log."""
     path = path or tiles_path()
     found: dict[TileKey, Tile | AttentionTile] = {}
     try:
         for name, fields in json.loads(path.read_bytes()).get(gpu_name, {}).items():
-            kernel, rows, out, width = name.split("/")
+            kernel, rows, *sizes = name.split("/")
             kind = AttentionTile if kernel == "attention" else Tile
-            found[TileKey(kernel, rows, int(out), int(width))] = kind(**fields)
+            found[TileKey(kernel, rows, *map(int, sizes))] = kind(**fields)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -49,14 +57,14 @@ def load_tuned(gpu_name: str, path: Path | None = None) -> Tuned:
     return found
 
 
-def save_tuned(gpu_name: str, found: Tuned, path: Path | None = None) -> Path:
+def save_tuned(gpu_name: str, found: Tiles, path: Path | None = None) -> Path:
     """Write tiles beside what the file holds of other GPUs and keys; the file's path."""
     path = path or tiles_path()
     try:
         everything = json.loads(path.read_bytes())
     except (OSError, ValueError):
         everything = {}
-    mine = everything.get(gpu_name, {}) | {"/".join(map(str, key)): asdict(tile) for key, tile in found.items()}
+    mine = everything.get(gpu_name, {}) | {str(key): asdict(tile) for key, tile in found.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(everything | {gpu_name: mine}, indent=1))

@@ -61,6 +61,9 @@ def test_a_row_holds_the_launch_and_what_it_replaces():
     assert rows["norm_lm_head"]["registers"] == 161
 
 
+KEY = TileKey("norm_linear", "single", 64, 64, 2)
+
+
 class Clock:
     """Steps whose time depends on the tiles alone: 3 ms, and less the nearer rows are to 8 and warps to 2."""
 
@@ -74,7 +77,7 @@ class Clock:
 
     def graph(self, ops):
         self.graphs += 1
-        tile = ops["tiles"]["norm_linear", 64, 64]
+        tile = ops["tiles"][KEY]
         if tile.stages > 2:
             raise RuntimeError("out of resource: shared memory")
         scale = 1.0 if tile.early else 3.0  # a wrong tile: other logits, and the shortest time
@@ -91,9 +94,9 @@ def test_the_tuner_goes_down_to_the_best_tile_and_passes_over_wrong_ones(monkeyp
     monkeypatch.setattr(tune, "_logits", lambda steps, play: play.logits)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     said = []
-    found = tune.Found({("norm_linear", 64, 64): Tile(2, 64, 8, 1)}, Tile(1, 1, 1, 1))
+    found = tune.Found({KEY: Tile(2, 64, 8, 1)})
     tune.tune(found, Clock(), True, 60, said.append)
-    assert found.tiles["norm_linear", 64, 64] == Tile(8, 64, 2, 1)
+    assert found.tiles[KEY] == Tile(8, 64, 2, 1)
     assert found.start_ms == pytest.approx(4.2)
     assert found.ms == pytest.approx(3.0)
     assert any("other logits" in line for line in said)
@@ -118,13 +121,13 @@ def test_the_tuner_stops_when_its_time_is_over(monkeypatch):
     monkeypatch.setattr(tune.Found, "ops", lambda self, pdl: {"tiles": self.tiles})
     monkeypatch.setattr(tune, "_logits", lambda steps, play: play.logits)
     clock, said = Clock(), []
-    tune.tune(tune.Found({("norm_linear", 64, 64): Tile(2, 64, 8, 1)}, Tile(1, 1, 1, 1)), clock, True, 0, said.append)
+    tune.tune(tune.Found({KEY: Tile(2, 64, 8, 1)}), clock, True, 0, said.append)
     assert clock.graphs == 1
     assert "time is over" in said[-1]
 
 
 def test_neighbours_stay_within_what_the_kernels_allow():
-    found = list(tune.neighbours(Tile(16, 64, 4, 1), ("norm_linear", 32, 64), batch=8))
+    found = list(tune.neighbours(Tile(16, 64, 4, 1), TileKey.of("norm_linear", 8, 32, 64, 2)))
     assert Tile(32, 64, 4, 1) in found
     assert Tile(16, 64, 4, 1, early=False) in found
     assert all(tile.rows in (16, 32) and 16 <= tile.k_slice <= 64 and tile.stages >= 1 for tile in found)
@@ -138,7 +141,7 @@ def test_what_a_kernel_does_not_use_is_not_tried(kernel, batch, moved):
     tile = configs.Tile(32, 64, 4, 2)
     found = {
         name
-        for each in tune.neighbours(tile, (kernel, 64, 64), batch)
+        for each in tune.neighbours(tile, TileKey.of(kernel, batch, 64, 64, 2))
         for name in vars(tile)
         if vars(each)[name] != vars(tile)[name]
     }
@@ -146,17 +149,22 @@ def test_what_a_kernel_does_not_use_is_not_tried(kernel, batch, moved):
 
 
 def test_tiles_found_are_read_back_beside_those_of_other_gpus(tmp_path):
-    path, key = tmp_path / "tiles.json", TileKey("norm_linear", "single", 12288, 4096)
+    path, key = tmp_path / "tiles.json", TileKey("norm_linear", "single", 12288, 4096, 2)
     assert load_tuned("NVIDIA H200", path) == {}
     tile, wide = configs.Tile(8, 1024, 4, 1), configs.Tile(2, 4096, 4, 1)
     save_tuned("NVIDIA H200", {key: tile}, path)
     save_tuned("NVIDIA L4", {key: wide}, path)
-    save_tuned("NVIDIA H200", {TileKey("attention", "batch", 4096, 4096): AttentionTile(64, 64, 4)}, path)
-    assert load_tuned("NVIDIA H200", path) == {key: tile, TileKey("attention", "batch", 4096, 4096): AttentionTile(64, 64, 4)}
+    save_tuned("NVIDIA H200", {TileKey("attention", "batch", 4096, 4096, 2): AttentionTile(64, 64, 4)}, path)
+    assert load_tuned("NVIDIA H200", path) == {
+        key: tile,
+        TileKey("attention", "batch", 4096, 4096, 2): AttentionTile(64, 64, 4),
+    }
     assert load_tuned("NVIDIA L4", path) == {key: wide}
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"G": {"a/b": {}}}', json.dumps({"G": {"a/b/1/2": 3}})])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"G": {"a/b": {}}}', json.dumps({"G": {"a/b/1/2/2": 3}}), json.dumps({"G": {"a/b/1/2": {}}})]
+)
 def test_a_damaged_file_of_tiles_is_told_and_passed_over(tmp_path, caplog, text):
     path = tmp_path / "tiles.json"
     path.write_text(text)

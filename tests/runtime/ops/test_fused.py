@@ -21,6 +21,7 @@ from runtime.ops.fused import FusedOps
 from runtime.ops.rope import rope_torch
 from runtime.ops.sampler import SamplerScratch, sample_rows
 from runtime.ops.silu_mul import silu_mul_torch
+from runtime.ops.tuned import TileKey
 from runtime.ops.unfused import UnfusedOps, rms_norm
 from runtime.sampling import NOT_FINITE, draw_torch
 
@@ -85,8 +86,8 @@ def attended(x, norm, qkv, spec, rows, k_cache, v_cache):
     return attention_torch(q, spec, rows, k_cache, v_cache)
 
 
-def fused(**options):
-    return FusedOps(PDL, INTERPRETED, **options)
+def fused(tiles=()):
+    return FusedOps(PDL, INTERPRETED, dict(tiles))
 
 
 def begun(ops, x, norm):
@@ -94,8 +95,9 @@ def begun(ops, x, norm):
     return ops.proj_residual(x.new_zeros(len(x), 16), Linear(x.new_zeros(x.shape[1], 16)), x, norm)
 
 
-def check_gemvs(dtype, batch, c, f, v, bias=False, tiles=None):
-    ops = fused(tiles=tiles)
+def check_gemvs(dtype, batch, c, f, v, bias=False, tiles=()):
+    """`tiles`: by kernel, out and in features."""
+    ops = fused((TileKey.of(kernel, batch, *sizes, dtype.itemsize), tile) for (kernel, *sizes), tile in dict(tiles).items())
     x, a, norm = random(batch, c, dtype=dtype), random(batch, f, dtype=dtype), random(c, dtype=dtype, scale=0.1, near=1)
     down, gate_up, head = linear(c, f, dtype, bias), linear(2 * f, c, dtype, bias), linear(v, c, dtype, bias)
     settle()
@@ -171,8 +173,9 @@ def check_attention(dtype, shape, slots, positions, tile=None, bias=False, head_
     rows = Rows(*(torch.tensor(words, dtype=torch.int32, device=DEVICE) for words in (slots, positions)))
     k_wanted, v_wanted = k.float(), v.float()
     wanted = attended(x, norm, qkv, s, rows, k_wanted, v_wanted)
-    few_blocks: dict = {("norm_linear", len(qkv.weight), c): Tile(64, 16, 4, 1)}
-    ops = fused(attention_tile=tile, tiles=few_blocks)
+    few_blocks = TileKey.of("norm_linear", len(slots), len(qkv.weight), c, dtype.itemsize)
+    own = TileKey.of("attention", len(slots), heads * d, kv_heads * d, dtype.itemsize)
+    ops = fused([(few_blocks, Tile(64, 16, 4, 1)), *([] if tile is None else [(own, tile)])])
     settle()
     x = begun(ops, x, norm)
     out = ops.attention(ops.norm_qkv_rope(x, norm, qkv, s, rows, k, v), s, rows, k, v)
