@@ -105,7 +105,7 @@ class UnfusedOps:
         return x + F.linear(a, dense(proj.weight), proj.bias)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, gate_up: Linear, eps: float) -> Tensor:
-        """10 norm, 11 gate, 12 up, 13 SiLU * up."""
+        """10 norm, 11 gate, 12 up, 13 SiLU · up."""
         h = rms_norm(x, norm, eps)
         biases = gate_up.bias.chunk(2) if gate_up.bias is not None else (None, None)
         gate, up = (F.linear(h, w, b) for w, b in zip(dense(gate_up.weight).chunk(2), biases, strict=True))

@@ -1,5 +1,7 @@
 """The bytes of each launch: nothing is counted twice or left out, and fusing removes activations alone."""
 
+from pathlib import Path
+
 import pytest
 
 from models.config import ModelConfig
@@ -60,3 +62,12 @@ def test_a_layer_of_llama_2_7b_by_hand():
     assert fused[3].activation_bytes == 2 * (c + f)
     total = sum(each.total_bytes for each in fused)
     assert total < sum(each.total_bytes for each in unfused) < 1.002 * total
+
+
+def test_the_pages_name_launches_as_the_measurements_do():
+    """SiLU · up was SiLU · mul there."""
+    table = (Path(__file__).parents[2] / "docs" / "why-four-kernels.md").read_text()
+    spelled = {"rope": "rotation", "output": "output projection", "down": "down projection"}
+    for launch in layer_launches(LLAMA, "fused", "bfloat16"):
+        fused = ", ".join(spelled.get(name, name) for name in launch.fuses)
+        assert f"`{launch.name}` | {fused} |" in table.replace("` again", "`")
