@@ -71,7 +71,7 @@ class Tokenizer:
         self._hf.chat_template = self._chosen(self._hf.chat_template, chat_template)
         if self.has_chat_template:
             try:
-                self._render([{"role": "user", "content": "a"}], {})
+                self._render([{"role": "user", "content": "a"}])
             except RequestError as error:
                 if isinstance(error.__cause__, TemplateSyntaxError):
                     log.warning("the chat template cannot be used: %s", error)
@@ -98,11 +98,6 @@ class Tokenizer:
         return own if wanted is None else named[wanted]
 
     @property
-    def vocab_size(self) -> int:
-        """Ids that have an entry, added ones included."""
-        return len(self._hf)
-
-    @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
@@ -119,11 +114,10 @@ class Tokenizer:
         bos = self._hf.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation by the model's chat template, ready for the answer.
 
         Special tokens come from the template alone: one typed in a message becomes plain text, so nobody can forge a turn.
-        `options` are further variables of the template.
 
         Raises:
             RequestError: no template, it refuses the messages (in its own words), or they are not valid Unicode.
@@ -135,7 +129,7 @@ class Tokenizer:
         mark = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in said), None)
         if mark is None:
             raise RequestError("the messages hold every private-use character from U+E000 to U+F8FF; leave one out", "messages")
-        text = self._render(_shield(list(messages), self._special, mark), options)
+        text = self._render(_shield(list(messages), self._special, mark))
         if mark not in text:
             return self._hf.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
         ids: list[int] = []
@@ -185,11 +179,11 @@ class Tokenizer:
         copy.encode_special_tokens = True
         return copy
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         try:
             with _time_limit(TEMPLATE_SECONDS):
                 _require_no_power(str(self._hf.chat_template))
-                text = self._hf.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
+                text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except (TemplateError, *FAILURES) as error:
             raise RequestError(f"the chat template refuses the messages: {one_line(error)}", "messages") from error
         assert isinstance(text, str)

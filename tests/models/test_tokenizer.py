@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from models import Tokenizer
 from models.tokenizer import template_names
 from runtime.errors import CheckpointError, ConfigError, RequestError
-from tests.checkpoints import CHATML, tok_b, tok_s
+from tests.checkpoints import tok_b, tok_s
 
 PEPPER, FACE, CJK, ACUTE = "\U0001f336", "\U0001fae0", "\u9f9c", "\u00e9"
 BOS_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -263,17 +263,6 @@ def test_several_templates_without_a_default_ask_to_choose(tmp_path, caplog):
     assert Tokenizer(path, "brief").encode_chat(user("a")) == [98]
 
 
-def test_options_reach_the_template(tmp_path):
-    tokenizer = byte_level(tmp_path, chat_template=CHATML + "{{ mood }}")
-    assert tokenizer.encode_chat(user("a"), mood="calm")[-4:] == list(b"calm")
-    assert 257 in tokenizer.encode_chat(user("a"))
-    assert tokenizer.encode_chat(user("a"), add_generation_prompt=False)[-1] == 10
-
-
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"has no tokenizer: one of tokenizer\.json"):
         Tokenizer(tmp_path)
-
-
-def test_the_vocabulary_counts_added_tokens(tmp_path):
-    assert byte_level(tmp_path).vocab_size == 259
