@@ -157,15 +157,19 @@ class ModelConfig:
         return self._read_parameters + (0 if self.tied else self.vocab_size * self.hidden_size)
 
     @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Out and in features of a layer's merged projections, by the unfused launch that reads each one's first rows."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden, wide = self.hidden_size, self.intermediate_size
+        return {"q": (q + 2 * kv, hidden), "output": (hidden, q), "gate": (2 * wide, hidden), "down": (hidden, wide)}
+
+    @property
     def _read_parameters(self) -> int:
         """What a step reads: layers, final norm and LM head, all but an embedding table that is not the LM head."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * (q + 2 * kv) + q * self.hidden_size
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        biases = (q + 2 * kv) * self.qkv_bias + self.hidden_size * self.o_bias
-        biases += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        return self.num_layers * (attention + mlp + norms + biases) + (1 + self.vocab_size) * self.hidden_size
+        biased = {"q": self.qkv_bias, "output": self.o_bias, "gate": self.mlp_bias, "down": self.mlp_bias}
+        layer = sum(rows * (width + biased[name]) for name, (rows, width) in self.projections.items())
+        layer += 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)  # its norms
+        return self.num_layers * layer + (1 + self.vocab_size) * self.hidden_size
 
     @property
     def weights(self) -> str:
@@ -176,12 +180,11 @@ class ModelConfig:
         """What the projections of all layers take less in `weights` than dense in `dtype`, scales counted."""
         if weights == "bf16":
             return 0
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        hidden, wide = self.hidden_size, self.intermediate_size
-        saved = 0
-        for rows, width in ((q + 2 * kv, hidden), (hidden, q), (2 * wide, hidden), (hidden, wide)):
-            saved += rows * width * DTYPE_BYTES[dtype] - lowbit_bytes(rows, width, weights, self.stored)
-        return self.num_layers * saved
+        saved = (
+            rows * width * DTYPE_BYTES[dtype] - lowbit_bytes(rows, width, weights, self.stored)
+            for rows, width in self.projections.values()
+        )
+        return self.num_layers * sum(saved)
 
     def weight_bytes(self, dtype: str, weights: str = "bf16") -> int:
         """Bytes of the weights as they lie on the device, the projections in `weights`."""

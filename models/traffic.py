@@ -69,13 +69,10 @@ def around_launches(config: ModelConfig, ops: str, dtype: str, batch: int = 1) -
 
 def _made_dense(config: ModelConfig, unfused: tuple[Launch, ...], size: int, weights: str) -> tuple[Launch, ...]:
     """With a launch before the first use of each merged weight that reads it and writes it dense."""
-    c, f, q, kv = config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads
-    d = config.head_dim
-    merged = {"q": ((q + 2 * kv) * d, c), "output": (c, q * d), "gate": (2 * f, c), "down": (c, f)}
     launches: list[Launch] = []
     for launch in unfused:
-        if launch.name in merged:
-            rows, width = merged[launch.name]
+        if launch.name in config.projections:
+            rows, width = config.projections[launch.name]
             low = lowbit_bytes(rows, width, weights, config.stored)
             launches.append(Launch("make dense", ("make dense",), low, 0, rows * width * size))
         launches.append(launch)
