@@ -9,14 +9,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 from runtime.engine import Engine
 from runtime.errors import BusyError, DeviceError, QuartetError, RequestError
 from runtime.request import Request, TokenEvent
 from server.errors import ModeError, NotServingError
-from server.worker import Cancel, Report, Submit, Switch, Switched, Worker
+from server.worker import Cancel, Report, Switch, Switched, Worker
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +25,8 @@ STOP_SECONDS = 1.0
 """How long the worker's thread may take to leave after a Shutdown; a step is much shorter."""
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """An event of a call's request number `index`, landed at `at` (time.monotonic)."""
-
-    index: int
-    event: TokenEvent
-    at: float
+Arrival = tuple[int, TokenEvent, float]
+"""Which of a call's requests, its event, and when that landed (seconds of time.monotonic)."""
 
 
 class Call:
@@ -153,7 +147,7 @@ class Dispatcher:
         call = Call(requests)
         for index, request in enumerate(requests):
             self._calls[request.id] = call, index
-            self._worker.put(Submit(request))
+            self._worker.put(request)
         try:
             yield call
         finally:
@@ -223,7 +217,7 @@ class Dispatcher:
             call, index = self._calls[event.request_id]
             if event.finish is not None:
                 del self._calls[event.request_id]
-            call.put(Arrival(index, event, report.ended))
+            call.put((index, event, report.ended))
         if not self._calls:
             self._idle.set()
 

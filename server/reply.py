@@ -81,15 +81,14 @@ class Reply:
         answers: Sequence[Answer] = self.job.answers
         growing = len(answers)
         while growing:
-            arrival = await call.next()
-            index, event = arrival.index, arrival.event
+            index, event, at = await call.next()
             answer = answers[index]
             if answer.finish is not None:
                 continue
             if event.token is None:
                 raise GenerationError(event.message or "the request was cancelled")
             text = answer.push(event)
-            self._measure(call, index, arrival.at)
+            self._measure(call, index, at)
             if answer.finish is not None:
                 growing -= 1
                 if event.finish is None:

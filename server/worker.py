@@ -25,13 +25,6 @@ SWITCH_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
-class Submit:
-    """Queue a request."""
-
-    request: Request
-
-
-@dataclass(frozen=True)
 class Cancel:
     """End a request wherever it is; unknown ids pass."""
 
@@ -51,7 +44,8 @@ class Shutdown:
     """Leave the loop; running requests are dropped without a word."""
 
 
-Message = Submit | Cancel | Switch | Shutdown
+Message = Request | Cancel | Switch | Shutdown
+"""A request is to be queued."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +138,8 @@ class Worker:
         """Handle what has arrived, waiting for it when there is nothing else to do; False at a Shutdown."""
         for message in self._messages():
             match message:
-                case Submit(request):
-                    self._submit(request)
+                case Request():
+                    self._submit(message)
                 case Cancel(request_id):
                     self._engine.cancel(request_id)
                     if request_id in self._waiting:

@@ -19,7 +19,7 @@ from runtime.ops.unfused import UnfusedOps
 from runtime.request import Request
 from server.__main__ import floor, parser, settings
 from server.app import facts
-from server.worker import Cancel, Shutdown, Submit, Switch, Switched, Worker
+from server.worker import Cancel, Shutdown, Switch, Switched, Worker
 from tests import checkpoints
 from tests.server.serving import RUNTIME, TEXT, error_of, local_server, texts_of, until
 from tests.server.test_gone import ENDLESS
@@ -241,7 +241,7 @@ def test_messages_are_taken_in_their_order_and_a_switch_waits_for_no_request():
     engine, reports = Scripted(), []
     worker = Worker(engine, reports.append, every_mode=True)
     first, last = Request("first", (1,)), Request("last", (1,))
-    messages = [Submit(first), Switch("fused"), Submit(last), Cancel("first"), Switch("unfused", True), Shutdown()]
+    messages = [first, Switch("fused"), last, Cancel("first"), Switch("unfused", True), Shutdown()]
     assert pickle.loads(pickle.dumps(messages)) == messages
     for message in messages:
         worker.put(message)

@@ -10,7 +10,7 @@ from runtime.errors import DeviceError, QuartetError, RequestError
 from runtime.request import Request, TokenEvent
 from server.dispatch import Dispatcher
 from server.errors import STATUSES, ClientGoneError, status_of
-from server.worker import Cancel, Report, Shutdown, Submit
+from server.worker import Cancel, Report, Shutdown
 from tests import checkpoints
 from tests.server.serving import TEXT, local_server, parse_events, read_until, until
 from tests.server.test_gone import ENDLESS
@@ -121,7 +121,7 @@ def test_what_is_left_after_the_drain_ends_with_an_error(alphabet_model):
 
 def test_messages_and_reports_could_cross_to_a_process():
     request = Request("a", (1, 2))
-    messages = [Submit(request), Cancel("a"), Shutdown(), Report((TokenEvent("a", 1),), ("a",), 0.0, 1.0, 1, 0, 2, None)]
+    messages = [request, Cancel("a"), Shutdown(), Report((TokenEvent("a", 1),), ("a",), 0.0, 1.0, 1, 0, 2, None)]
     assert pickle.loads(pickle.dumps(messages)) == messages
 
 
