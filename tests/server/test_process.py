@@ -14,6 +14,7 @@ import pytest
 
 from runtime.errors import ConfigError
 from server.__main__ import parser, run
+from tests.checkpoints import write_json
 from tests.server.conftest import alphabet, with_tok_b
 from tests.server.serving import CHAT, TEXT, counts, read_until, server_process, start_server, until
 from tests.server.test_gone import ENDLESS
@@ -237,6 +238,25 @@ class TestStart:
     def test_a_wrong_flag_is_told_before_the_weights_are_read(self, tmp_path, flags):
         with pytest.raises(ConfigError):
             run(parser().parse_args(["--model", str(tmp_path / "nothing here"), "--port", "0", *flags]))
+
+    @pytest.mark.parametrize(
+        ("flags", "values", "whose"),
+        [
+            (
+                (),
+                "temperature 0.7, top_p 1, top_k 7",
+                "top_k by flag, temperature by generation_config.json, the rest the API's",
+            ),
+            (("--generation-config", "none"), "temperature 1, top_p 1, top_k 7", "top_k by flag, the rest the API's"),
+        ],
+    )
+    def test_a_flag_wins_over_the_models_file_which_may_be_turned_off(self, tmp_path, flags, values, whose):
+        path = with_tok_b(tmp_path / "m", alphabet)
+        write_json(path / "generation_config.json", {"temperature": 0.7, "top_k": 3})
+        with server_process(path, "--max-len", "16", "--top-k", "7", *flags) as server:
+            (line,) = [line for line in server.output if line.startswith("sampling defaults: ")]
+        assert values in line
+        assert line.endswith(f"({whose})\n")
 
     def test_a_server_for_everybody_without_a_key_is_warned_of(self, tmp_path):
         popen = start_server(with_tok_b(tmp_path / "m", alphabet), "--host", "0.0.0.0", "--max-len", "16")
