@@ -34,11 +34,17 @@ WORDS = {
     "bool_type": "true or false",
     "dict_type": "an object",
     "float_type": "a number",
+    "greater_than_equal": "{ge} or above",
     "int_type": "an integer",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
     "list_type": "a list",
+    "literal_error": "one of {expected}",
     "model_type": "an object",
     "string_type": "a string",
+    "too_short": "a list with at least one entry",
 }
+"""What a value must be, by pydantic's name of its complaint; in braces what pydantic adds to it."""
 
 
 class Strict(BaseModel):
@@ -80,24 +86,9 @@ def explain(error: ValidationError) -> RequestError:
         return RequestError(f"{_short(where)} is no field of this request")
     if path[-1] in FORMS:
         return RequestError(f"{where} must be {FORMS[path[-1]]}", where)
-    if kind == "greater_than_equal":
-        rule = f"{_number(context['ge'])} or above"
-    elif kind == "less_than_equal":
-        rule = f"at most {_number(context['le'])}"
-    elif kind == "less_than":
-        rule = f"below {_number(context['lt'])}"
-    elif kind == "too_short":
-        rule = "a list with at least one entry"
-    elif kind == "literal_error":
-        rule = f"one of {context['expected']}"
-    else:
-        rule = WORDS.get(kind, "valid")
     where = ".".join(str(step) for step in first["loc"])
-    return RequestError(f"{where} is {_short(first['input'])}; it must be {rule}", where)
-
-
-def _number(bound: float) -> str:
-    return str(int(bound)) if bound == int(bound) else str(bound)
+    told = {name: int(word) if isinstance(word, float) and word.is_integer() else word for name, word in context.items()}
+    return RequestError(f"{where} is {_short(first['input'])}; it must be {WORDS.get(kind, 'valid').format(**told)}", where)
 
 
 def _short(value: Any) -> str:
