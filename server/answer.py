@@ -5,20 +5,31 @@ Does not know HTTP or the engine, which ends at stop token ids itself.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from models import Detokenizer
+from runtime.errors import RequestError
 from runtime.request import FinishReason, Logprobs, TokenEvent
 from server.shapes import Mark
 
 
 class IdText:
-    """Stands in for a tokenizer where a model has none: an id's text is a space and its number."""
+    """Stands in for a tokenizer where a model has none: an id's text is a space and its number, and no text has ids."""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise RequestError("this model has no tokenizer; send the prompt as token ids", "prompt")
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        raise RequestError("this model has no tokenizer and no chat template; send ids to /v1/completions", "messages")
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(f" {token}" for token in ids)
 
     def spelling(self, token: int) -> bytes:
         return f" {token}".encode()
+
+    def stream(self, prompt_ids: Sequence[int]) -> "IdText":
+        return self
 
     push = decode
 

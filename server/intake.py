@@ -50,7 +50,6 @@ class Intake:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer | None, end_ids: Sequence[int], defaults: SamplingDefaults) -> None:
         self._engine = engine
-        self._tokenizer = tokenizer
         self._words = tokenizer or IdText()
         self._end_ids = tuple(token for token in end_ids if token < engine.model.vocab_size)
         self._defaults = defaults
@@ -69,15 +68,14 @@ class Intake:
 
     async def chat(self, wanted: ChatRequest) -> Job:
         """Raises RequestError for what can never run here, a template's refusal included."""
-        return self._job(wanted, [(await self._chat(wanted.flatten()), "")])
+        return self._job(wanted, [(await self.apart(self._words.encode_chat, wanted.flatten()), "")])
 
     async def tokenize(self, wanted: TokenizeRequest) -> list[int]:
         """Ids of a text or a chat. Raises RequestError: there is no tokenizer, or the template refuses."""
         if wanted.messages is not None:
-            return await self._chat([message.flatten(index) for index, message in enumerate(wanted.messages)])
-        if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer", "prompt")
-        return await self.apart(self._tokenizer.encode, wanted.prompt, wanted.add_special_tokens)
+            messages = [message.flatten(index) for index, message in enumerate(wanted.messages)]
+            return await self.apart(self._words.encode_chat, messages)
+        return await self.apart(self._words.encode, wanted.prompt, wanted.add_special_tokens)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included. Raises RequestError for ids outside of the vocabulary."""
@@ -85,29 +83,17 @@ class Intake:
         outside = next((token for token in ids if token >= vocab_size), None)
         if outside is not None:
             raise RequestError(f"token id {outside} is outside the vocabulary of 0 to {vocab_size - 1}", "tokens")
-        if self._tokenizer is None:
-            return self._words.decode(ids)
-        return await self.apart(self._tokenizer.decode, ids, False)
+        return await self.apart(self._words.decode, ids, False)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _chat(self, messages: list[dict[str, str]]) -> list[int]:
-        if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer and no chat template; send ids to /v1/completions", "messages")
-        return await self.apart(self._tokenizer.encode_chat, messages)
 
     def _prompt(self, prompt: str | list[int], echo: bool) -> tuple[list[int], str]:
         """A prompt's ids, and what to show of it."""
         if isinstance(prompt, list):
             known = echo and all(0 <= token < self._engine.model.vocab_size for token in prompt)
-            if not known:
-                return prompt, ""
-            shown = self._words.decode(prompt) if self._tokenizer is None else self._tokenizer.decode(prompt, False)
-            return prompt, shown
-        if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer; send the prompt as token ids", "prompt")
-        return self._tokenizer.encode(prompt), prompt if echo else ""
+            return prompt, self._words.decode(prompt, False) if known else ""
+        return self._words.encode(prompt), prompt if echo else ""
 
     def _job(self, wanted: GenerationRequest, prompts: list[tuple[list[int], str]], scored: int | None = None) -> Job:
         special = self._special_stops(wanted.stop)
@@ -139,7 +125,7 @@ class Intake:
 
     def _answer(self, wanted: GenerationRequest, ids: list[int], echo: str, special: dict[int, str]) -> Answer:
         return Answer(
-            detokenizer=IdText() if self._tokenizer is None else self._tokenizer.stream(ids),
+            detokenizer=self._words.stream(ids),
             matcher=StopMatcher(wanted.stop, wanted.include_stop_str_in_output),
             min_tokens=wanted.min_tokens,
             end_texts=special if wanted.include_stop_str_in_output else {},
@@ -151,12 +137,13 @@ class Intake:
 
     def _special_stops(self, stops: Sequence[str]) -> dict[int, str]:
         """Stops that are spelled like a control token: it is never part of the text, so it must be found as an id."""
-        if self._tokenizer is None or not stops:
+        words = self._words
+        if isinstance(words, IdText) or not stops:
             return {}
-        frame, probe = self._tokenizer.encode(""), self._tokenizer.encode("a")
+        frame, probe = words.encode(""), words.encode("a")
         found = {}
         for stop in stops:
-            ids = self._tokenizer.encode(stop)[len(frame) :] if len(stop) <= MAX_SPECIAL else []
-            if len(ids) == 1 and self._tokenizer.decode(probe + ids + probe) == self._tokenizer.decode(probe + probe):
+            ids = words.encode(stop)[len(frame) :] if len(stop) <= MAX_SPECIAL else []
+            if len(ids) == 1 and words.decode(probe + ids + probe) == words.decode(probe + probe):
                 found[ids[0]] = stop
         return found
