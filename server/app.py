@@ -1,8 +1,10 @@
 """Owns the routes and what each endpoint does, in the order of a request's walk. Does not own any step of the walk itself."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -44,6 +46,8 @@ from server.strict import Strict
 MIN_BODY_BYTES = 8 << 20
 BODY_BYTES_PER_POSITION = 64
 """A token is at most a few characters, and JSON may write one as six; lists of prompts hold several contexts."""
+TOKENIZER_THREADS = 2
+"""For what may take long, where the event loop does not wait for it."""
 LARGE_BODY_BYTES = 1 << 16
 """Larger bodies are parsed apart from the event loop."""
 
@@ -96,10 +100,10 @@ class Service:
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """The worker lives as long as the app."""
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         self.dispatcher.start()
         yield
         self.dispatcher.stop()
-        self._intake.close()
 
     async def completions(self, request: Request) -> Reply:
         wanted = await self._wanted(CompletionRequest, request)
@@ -155,7 +159,7 @@ class Service:
         body = await read_body(request.scope, request.receive, self._max_body_bytes)
         if len(body) <= LARGE_BODY_BYTES:
             return kind.parse(parse_object(body))
-        return await self._intake.apart(lambda: kind.parse(parse_object(body)))
+        return await asyncio.to_thread(lambda: kind.parse(parse_object(body)))
 
     def _model(self, name: str | None) -> str:
         if name is not None and name not in self._names:

@@ -6,12 +6,9 @@ Does not validate fields (schema) and does not talk HTTP.
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
 
 from models import Tokenizer
 from runtime.engine import Engine
@@ -20,12 +17,8 @@ from runtime.request import MAX_END_IDS, Request
 from server.answer import Answer, IdText, StopMatcher
 from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults, TokenizeRequest
 
-TOKENIZER_THREADS = 2
 MAX_SPECIAL = 64
 """Characters of a control token's spelling, at most."""
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,29 +46,24 @@ class Intake:
         self._words = tokenizer or IdText()
         self._end_ids = tuple(token for token in end_ids if token < engine.model.vocab_size)
         self._defaults = defaults
-        self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
         self._numbers = itertools.count()
         self._spell = lru_cache(maxsize=1 << 16)(self._words.spelling)
 
-    async def apart(self, work: Callable[..., T], *args: Any) -> T:
-        """Do what may take long where the event loop does not wait for it."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, work, *args)
-
     async def completion(self, wanted: CompletionRequest) -> Job:
         """Raises RequestError for what can never run here."""
-        prompts = [await self.apart(self._prompt, prompt, wanted.echo) for prompt in wanted.prompt]
+        prompts = [await asyncio.to_thread(self._prompt, prompt, wanted.echo) for prompt in wanted.prompt]
         return self._job(wanted, prompts, wanted.logprobs if wanted.echo else None)
 
     async def chat(self, wanted: ChatRequest) -> Job:
         """Raises RequestError for what can never run here, a template's refusal included."""
-        return self._job(wanted, [(await self.apart(self._words.encode_chat, wanted.flatten()), "")])
+        return self._job(wanted, [(await asyncio.to_thread(self._words.encode_chat, wanted.flatten()), "")])
 
     async def tokenize(self, wanted: TokenizeRequest) -> list[int]:
         """Ids of a text or a chat. Raises RequestError: there is no tokenizer, or the template refuses."""
-        if wanted.messages is not None:
-            messages = [message.flatten(index) for index, message in enumerate(wanted.messages)]
-            return await self.apart(self._words.encode_chat, messages)
-        return await self.apart(self._words.encode, wanted.prompt, wanted.add_special_tokens)
+        if wanted.prompt is not None:
+            return await asyncio.to_thread(self._words.encode, wanted.prompt, wanted.add_special_tokens)
+        messages = [message.flatten(index) for index, message in enumerate(wanted.messages or ())]
+        return await asyncio.to_thread(self._words.encode_chat, messages)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included. Raises RequestError for ids outside of the vocabulary."""
@@ -83,10 +71,7 @@ class Intake:
         outside = next((token for token in ids if token >= vocab_size), None)
         if outside is not None:
             raise RequestError(f"token id {outside} is outside the vocabulary of 0 to {vocab_size - 1}", "tokens")
-        return await self.apart(self._words.decode, ids, False)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        return await asyncio.to_thread(self._words.decode, ids, False)
 
     def _prompt(self, prompt: str | list[int], echo: bool) -> tuple[list[int], str]:
         """A prompt's ids, and what to show of it."""
