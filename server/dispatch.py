@@ -42,9 +42,7 @@ class Call:
         self.ids = [request.id for request in requests]
         self.submitted = time.monotonic()
         self.admitted: dict[int, float] = {}
-        self._arrivals: deque[Arrival] = deque()
-        self._error: QuartetError | None = None
-        self._wake = asyncio.Event()
+        self._told: asyncio.Queue[Arrival | QuartetError] = asyncio.Queue()
 
     async def next(self) -> Arrival:
         """The next event, as soon as there is one.
@@ -52,23 +50,19 @@ class Call:
         Raises:
             QuartetError: what `fail` was given, behind the events that came before it.
         """
-        while not self._arrivals:
-            if self._error is not None:
-                raise self._error
-            self._wake.clear()
-            await self._wake.wait()
-        return self._arrivals.popleft()
+        told = await self._told.get()
+        if isinstance(told, QuartetError):
+            raise told
+        return told
 
     def put(self, arrival: Arrival) -> None:
-        self._arrivals.append(arrival)
-        self._wake.set()
+        self._told.put_nowait(arrival)
 
     def fail(self, error: QuartetError, at_once: bool = False) -> None:
         """Let `next` raise `error`; at once drops what has not been read."""
-        self._error = self._error or error
-        if at_once:
-            self._arrivals.clear()
-        self._wake.set()
+        while at_once and not self._told.empty():
+            self._told.get_nowait()
+        self._told.put_nowait(error)
 
 
 class Dispatcher:
