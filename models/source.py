@@ -19,6 +19,7 @@ from models.stored import INDEX, Entry, file_names, open_file
 from models.tokenizer import FILES
 from models.weights import WeightFiles
 from runtime.errors import CheckpointError, ConfigError, QuartetError
+from runtime.request import MAX_END_IDS
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,10 @@ def end_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
     outside = [token for token in found if not 0 <= token < vocab_size]
     if outside:
         log.warning("%s: end ids %s are outside the vocabulary of %d and are left out", path, outside, vocab_size)
-    return tuple(token for token in dict.fromkeys(found) if token not in outside)
+    kept = [token for token in dict.fromkeys(found) if token not in outside]
+    if len(kept) > MAX_END_IDS:
+        log.warning("%s: of %d end ids the first %d end an answer", path, len(kept), MAX_END_IDS)
+    return tuple(kept[:MAX_END_IDS])
 
 
 def sampling_defaults(path: Path) -> dict[str, Any]:

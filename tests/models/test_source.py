@@ -51,6 +51,13 @@ def test_a_model_without_any_end_runs_to_its_limit(tmp_path):
     assert answer(tok_b(path, eos_token=None)) == [66, 258, 67, 67, 67, 67]
 
 
+def test_more_end_ids_than_a_request_can_have_are_cut_and_told(tmp_path, caplog):
+    """Every request was refused, for end ids that it had not named."""
+    path = tok_b(tiny(tmp_path, eos_token_id=list(range(20))), eos_token=None)
+    assert find_model(str(path)).end_ids == tuple(range(16))
+    assert "of 20 end ids the first 16 end an answer" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
