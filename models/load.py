@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from models.decoder import Decoder
 from models.gguf import open_gguf
@@ -165,13 +166,7 @@ def load_engine(
 @contextmanager
 def _bar(title: str, total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, where that is a terminal; yields what to call with the bytes done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    if wanted and total > QUIET_BYTES and not console.is_terminal:
-        print(f"{title}, {total / 1e9:.1f} GB ...", file=sys.stderr, flush=True)
-    with Progress(*columns, console=console, transient=True, disable=not (wanted and console.is_terminal)) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda done: bar.advance(task, done)
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, leave=False, disable=None if wanted else True) as bar:
+        if wanted and bar.disable and total > QUIET_BYTES:
+            print(f"{title}, {total / 1e9:.1f} GB ...", file=sys.stderr, flush=True)
+        yield bar.update
