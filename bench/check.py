@@ -66,7 +66,7 @@ def run(options: CheckOptions) -> int:
     prefill = len(ids) // 2 if options.prefill is None else options.prefill
     if prefill > len(ids):
         raise RequestError(f"--prefill is {prefill}; allowed: 0 to the number of ids, {len(ids)}")
-    loaded, modes = load(source, options.revision, options.wishes, len(ids))
+    loaded, modes = load(source, options.wishes, len(ids))
     decoded = f"{len(ids) - prefill} through decode steps of {options.rows} rows"
     settled = loaded.config
     title = f"bench check: {source.label}, {settled.dtype}, weights {settled.weights}, on {settled.device}"

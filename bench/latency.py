@@ -122,7 +122,7 @@ def _hold(options: LatencyOptions, source: ModelSource) -> list[Held]:
     held: list[Held] = []
     for weights, wishes in formats.items():
         try:
-            loaded, modes = load(source, options.revision, wishes, longest)
+            loaded, modes = load(source, wishes, longest)
             engines: list[tuple[Engine, Sequence[Shape]]] = [(loaded.engine, alone or matrix)]
             if alone:
                 slots = replace(loaded.config, max_slots=options.wishes[0].max_slots, max_len=needed)

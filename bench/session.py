@@ -30,9 +30,7 @@ SLOWED_BY += ["hardware thermal", "power brake", "display clocks"]
 START_SECONDS = 120
 
 
-def load(
-    source: ModelSource, revision: str | None, wishes: Sequence[EngineConfig], needed: int
-) -> tuple[Loaded, list[tuple[str, str]]]:
+def load(source: ModelSource, wishes: Sequence[EngineConfig], needed: int) -> tuple[Loaded, list[tuple[str, str]]]:
     """Load a model once for several combinations of ops and graph, nothing compiled or captured, and no tokenizer; what is
     impossible is told before a byte is read.
 
@@ -51,8 +49,7 @@ def load(
     if limit is not None and needed > limit:
         raise ConfigError(f"{needed} positions are needed and {source.label} has {limit}; ask for fewer")
     settled = [resolve(wish, source.config.dtype)[0] for wish in wishes]
-    made = source.path is None
-    loaded = load_engine(source.name, wishes[0], revision, made, max(needed, 2), prepare=False, ids_only=True)
+    loaded = load_engine(source, wishes[0], needed_len=max(needed, 2), prepare=False, ids_only=True)
     return loaded, list(dict.fromkeys((each.ops, "off" if each.graph == "off" else "on") for each in settled))
 
 

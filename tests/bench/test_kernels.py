@@ -112,7 +112,7 @@ def test_a_dead_device_ends_the_tuner_in_one_sentence(monkeypatch):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", dead)
-    found = tune.Found({("norm_linear", 64, 64): Tile(2, 64, 8, 1)}, Tile(1, 1, 1, 1))
+    found = tune.Found({KEY: Tile(2, 64, 8, 1)})
     with pytest.raises(DeviceError, match=r"^the device failed and nothing further can run .*out of resource.*again$"):
         tune.tune(found, Clock(), True, 60, print)
 
