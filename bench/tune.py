@@ -36,7 +36,7 @@ class Found:
         return FusedOps(pdl, tiles=self.tiles)
 
 
-def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int) -> Found:
+def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int, weights: str = "bf16") -> Found:
     """The built-in tiles of every kernel of a step."""
     c, q, kv = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     keys: list[tuple[Kernel, int, int]] = [
@@ -46,9 +46,11 @@ def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int) -> Found:
         ("proj_residual", c.hidden_size, q),
         ("norm_linear", c.vocab_size, c.hidden_size),
     ]
+    of_layers = 1 if weights == "fp8" and itemsize == 2 else itemsize
+    sizes = [of_layers] * 4 + [itemsize]  # the LM head is dense
     tiles: dict[TileKey, Any] = {
-        TileKey.of(kernel, steps.batch, out, width, itemsize): tile_for(kernel, out, width, steps.batch, itemsize)
-        for kernel, out, width in keys
+        TileKey.of(kernel, steps.batch, out, width, size): tile_for(kernel, out, width, steps.batch, size)
+        for (kernel, out, width), size in zip(keys, sizes, strict=True)
     }
     attention = attention_tile(steps.attention, steps.batch, itemsize)
     return Found(tiles | {TileKey.of("attention", steps.batch, q, kv, itemsize): attention})
@@ -77,13 +79,13 @@ def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callab
 
 def neighbours(tile: Any, key: TileKey) -> Iterator[Any]:
     """Tiles one move away: a number halved or doubled, a switch turned, within what the kernels allow."""
-    most = {"warps": 16, "stages": 8, "splits": 8, "block": 256, "min_keys": 512, "blocks_per_sm": 8, "ahead": 16}
+    most = {"warps": 16, "stages": 8, "splits": 8, "block": 256, "min_keys": 512, "blocks_per_sm": 8, "ahead": 16, "held": 2}
     single, attention = key.rows == "single", key.kernel == "attention"
-    least = {"ahead": 0} | ({} if single or attention else {"rows": 16, "k_slice": 16})
+    least = {} if single or attention else {"rows": 16, "k_slice": 16, "ahead": 0, "held": 0}
     if not attention:
         most |= {"rows": min(256, key.out), "k_slice": key.width}
         if single:
-            most |= {"splits": 0, "ahead": -1}  # one row's kernels have neither
+            most |= {"splits": 0, "held": -1, "stages": 0}  # one row's kernels have none of these
         elif key.kernel != "proj_residual":
             most["splits"] = 0
     for each in fields(tile):

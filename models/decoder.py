@@ -16,6 +16,7 @@ from models.layout import EMBEDDING, LM_HEAD, NORM
 from models.rope import RopeConfig
 from runtime.kv_cache import KVCache
 from runtime.ops import Attention, Linear, Ops, Rows, SlotState
+from runtime.ops.fp8 import Fp8
 from runtime.ops.lowbit import LowBit, dense
 from runtime.ops.rope import rope_torch
 from runtime.ops.unfused import float32_logits, rms_norm
@@ -56,7 +57,7 @@ class Decoder:
         max_len: positions the rotary tables hold; nothing may be placed past them.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor | LowBit], max_len: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor | Fp8 | LowBit], max_len: int) -> None:
         self.config = config
         self.weights = weights
         tensors = {name: weight for name, weight in weights.items() if isinstance(weight, Tensor)}
@@ -69,7 +70,7 @@ class Decoder:
         self.qk_norm = config.qk_norm
         self.device = self.embedding.device
         self.dtype = self.embedding.dtype
-        self.weight_format = next((weight.format for weight in weights.values() if isinstance(weight, LowBit)), "bf16")
+        self.weight_format = next((weight.format for weight in weights.values() if not isinstance(weight, Tensor)), "bf16")
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         cos, sin = rotary_tables(config.rope, config.head_dim, max_len, self.device)
         window = config.window if config.window is not None and config.window < max_len else None

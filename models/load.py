@@ -23,13 +23,16 @@ from models.source import ModelSource, find_model
 from models.tokenizer import Tokenizer
 from models.weights import WeightFiles
 from runtime.config import EngineConfig
-from runtime.device import free_bytes, resolve
+from runtime.device import describe, free_bytes, resolve
 from runtime.engine import Engine
 from runtime.errors import ConfigError
 from runtime.kv_cache import RESERVE_BYTES, fit_max_len
 
 ROOMY = 4096
 """Positions that a slot should hold, where the model can, before there are more slots."""
+
+FP8_CAPABILITY = (8, 9)
+"""The oldest GPUs that convert e4m3 in hardware."""
 
 QUIET_BYTES = 1 << 30
 """What takes less than this needs no word where there is no progress bar."""
@@ -123,6 +126,10 @@ def load_engine(
     weights = settle_weights(settled.weights, source.config.stored)
     settled = replace(settled, weights=weights)
     device, dtype = torch.device(settled.device), getattr(torch, settled.dtype)
+    if weights == "fp8" and settled.ops == "fused" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"fused ops convert fp8 weights in hardware and {describe(device)} is older than Ada; use --weights int4"
+        )
     limit, free = source.config.max_position, free_bytes(device)
     slots, weight_bytes = settled.max_slots, source.config.weight_bytes(settled.dtype, weights)
     kv_bytes, table_bytes = source.config.kv_bytes_per_position(settled.dtype), 4 * source.config.head_dim

@@ -1,8 +1,8 @@
 """Owns which of a model's weights are of 8 or 4 bits, and what fills them: rows of a dense checkpoint, quantized as they come,
 or the tensors of a quantized checkpoint, taken over code by code.
 
-Does not own the formats (runtime.ops.lowbit). A model is never dense as a whole: beside the weights stand the rows that are
-being read, and one buffer of its widest matrix, in which prefill and the unfused ops make a matrix dense.
+Does not own the formats (runtime.ops: fp8, lowbit). A model is never dense as a whole: beside the weights stand the rows that
+are being read, and one buffer of its widest matrix, in which prefill and the unfused ops make a matrix dense.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +16,7 @@ from torch import Tensor
 from models.layout import Piece, allocate
 from models.scheme import FP8_BLOCK, GROUPS, Stored, parts_of
 from runtime.errors import CheckpointError, ConfigError, UnsupportedModelError
+from runtime.ops.fp8 import Fp8
 from runtime.ops.lowbit import TILE_ROWS, LowBit, LowBitRows
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -29,30 +30,34 @@ def is_projection(target: str) -> bool:
 
 def allocate_lowbit(
     table: Iterable[Piece], format: str, stored: Stored | None, device: torch.device, dtype: torch.dtype
-) -> dict[str, Tensor | LowBit]:
+) -> dict[str, Tensor | Fp8 | LowBit]:
     """As `layout.allocate`, with the projections in `format`. `stored`: how the checkpoint has them; None: dense.
 
     Raises:
         UnsupportedModelError: a shape that the format does not hold.
     """
     pieces: dict[str, list[Piece]] = {}
-    made: dict[str, Tensor | LowBit] = {**allocate([p for p in table if not is_projection(p.target)], device, dtype)}
+    made: dict[str, Tensor | Fp8 | LowBit] = {**allocate([p for p in table if not is_projection(p.target)], device, dtype)}
     for piece in table:
         if is_projection(piece.target):
             pieces.setdefault(piece.target, []).append(piece)
     shapes = {target: (parts[-1].row + parts[-1].shape[0], parts[-1].shape[1]) for target, parts in pieces.items()}
     scratch = torch.empty(max(map(prod, shapes.values())), dtype=dtype, device=device)
     for target, parts in pieces.items():
+        width = shapes[target][1]
+        group = stored.group if stored else group_of(width, target) if format == "int4" else 0
+        if width % (group or 2):
+            what = f"groups of {group}" if group else "pairs"
+            raise UnsupportedModelError(f"{target} has {width} in features, which {what} do not divide")
+        if format == "fp8":
+            made[target] = Fp8.empty(shapes[target], group, scratch)
+            continue
         for piece in parts:
             if piece.row % TILE_ROWS or (target.endswith("gate_up_proj.weight") and piece.shape[0] % TILE_ROWS):
                 raise UnsupportedModelError(
                     f"{piece.source} has {piece.shape[0]} rows and {format} weights are merged by {TILE_ROWS}; use bf16"
                 )
-        width = shapes[target][1]
-        group = stored.group if stored else group_of(width, target) if format == "int4" else 0
-        if group and width % group:
-            raise UnsupportedModelError(f"{target} has {width} in features, which groups of {group} do not divide")
-        scale_dtype = getattr(torch, stored.scale_dtype) if stored else torch.float32 if format == "fp8" else torch.bfloat16
+        scale_dtype = getattr(torch, stored.scale_dtype) if stored else torch.bfloat16
         made[target] = LowBit.empty(format, shapes[target], group, scratch, scale_dtype, bool(stored and stored.zeros))
     return made
 
@@ -160,7 +165,7 @@ def fill_projection(
 ) -> None:
     """Fill rows (LowBitRows) with a projection of a quantized checkpoint."""
     assert isinstance(rows, LowBitRows)
-    device, name = rows.weight.tiles.device, piece.source.removesuffix(".weight")
+    device, name = rows.weight.scales.device, piece.source.removesuffix(".weight")
     codes, scales, zeros = read_projection(name, piece.shape, stored, lambda part: tensor(part).to(device), has)
     rows.weight.fill(rows.first, codes, scales, zeros)
 

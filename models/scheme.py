@@ -115,12 +115,10 @@ def parts_of(shape: tuple[int, ...], stored: Stored) -> dict[str, tuple[int, ...
 
 
 def lowbit_bytes(rows: int, width: int, weights: str, stored: Stored | None) -> int:
-    """Bytes of a projection `[rows, width]` in tiles of "fp8" or "int4", with its scales and zeros."""
-    rows, tile = -(-rows // 16) * 16, 32 if weights == "fp8" else 64
-    padded = -(-width // tile) * tile
+    """Bytes of a projection `[rows, width]` of "fp8", or in tiles of "int4", with its scales and zeros."""
     if weights == "fp8":
-        group, scale = (stored.group or padded, 4) if stored else (padded, 4)
-        return rows * padded + rows * (padded // group) * scale
+        return rows * width + 4 * rows * (width // stored.group if stored and stored.group else 1)
+    rows, padded = -(-rows // 16) * 16, -(-width // 64) * 64
     group = stored.group or padded if stored else next((size for size in GROUPS if width % size == 0), GROUPS[-1])
     scale = 2 if stored is None else 4 if stored.method == "packed" else 2 + stored.zeros
     return rows * padded // 2 + rows * (padded // group) * scale

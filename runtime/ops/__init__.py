@@ -13,6 +13,7 @@ from torch import Tensor
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from runtime.ops.fp8 import Fp8
     from runtime.ops.lowbit import LowBit
 
 OPS_SETS = ("fused", "unfused")
@@ -31,7 +32,7 @@ HAS_BIAS, WANTS_LOGPROBS = 1, 2
 class Linear:
     """A projection as stored: weight `[out, in]`, dense or of 8 or 4 bits, and bias `[out]` or None."""
 
-    weight: "Tensor | LowBit"
+    weight: "Tensor | Fp8 | LowBit"
     bias: Tensor | None = None
 
 

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.ops import Linear
 from runtime.ops._triton import tl, triton
+from runtime.ops.configs import Tile
+from runtime.ops.fp8 import Fp8, fp8_operands
 
 TOKENS = 16
 """Batches of 2 to 16 are padded to this: the narrowest token side of `tl.dot`."""
@@ -61,28 +64,110 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def rest_dot(total, weight_ptr, r, x_ptr, norm_ptr, NORM: tl.constexpr, IN: tl.constexpr, DONE: tl.constexpr):
-    """total `[ROWS]` + the dot products over in features DONE.. of IN, in powers of two, so that no weight load is masked."""
-    for i in tl.static_range(16):
-        if (IN - DONE) & (1 << (15 - i)):
-            k = tl.arange(0, 1 << (15 - i)) + (DONE + ((IN - DONE) & ~((2 << (15 - i)) - 1)))
-            w = tl.load(weight_ptr + r[:, None] * IN + k[None, :], eviction_policy="evict_first")
-            x = tl.load(x_ptr + k).to(tl.float32)
-            if NORM:
-                x *= tl.load(norm_ptr + k).to(tl.float32)
-            total += tl.sum(w.to(tl.float32) * x[None, :], 1)
-    return total
+def load_features(ptr, first, K: tl.constexpr, IN: tl.constexpr, FP8: tl.constexpr):
+    """K numbers of a vector over in features, as they meet a row of weights from place `first` on; FP8: in its order."""
+    if FP8:
+        k = first // 2 + tl.arange(0, K // 2)
+        x = tl.reshape(tl.join(tl.load(ptr + k), tl.load(ptr + IN // 2 + k)), [K])
+    else:
+        x = tl.load(ptr + first + tl.arange(0, K))
+    return x.to(tl.float32)
 
 
 @triton.jit
-def rest_squares(total, x_ptr, IN: tl.constexpr, DONE: tl.constexpr):
-    """total (a scalar) + the sum of x² over in features DONE.. of IN."""
+def weight_values(w, scales_ptr, r, first, IN: tl.constexpr, GROUP: tl.constexpr):
+    """Weights `[ROWS, K]` from place `first` on as float32; times their scales where GROUP in features share one."""
+    w = w.to(tl.float32)
+    if GROUP > 0:
+        k = first + tl.arange(0, w.shape[1])
+        w *= tl.load(scales_ptr + r[:, None] * (IN // GROUP) + ((k % 2 * (IN // 2) + k // 2) // GROUP)[None, :])
+    return w
+
+
+@triton.jit
+def first_slices(weight_ptr, r, norm_ptr, IN: tl.constexpr, K_SLICE: tl.constexpr, AHEAD: tl.constexpr, FP8: tl.constexpr):
+    """Ask for the first AHEAD slices of rows r and of the norm's weight (norm_ptr None: there is none), for `stream_rows`."""
+    tile = weight_ptr + r[:, None] * IN + tl.arange(0, K_SLICE)[None, :]
+    w = ()
+    g = ()
+    for i in tl.static_range(AHEAD):
+        if i < IN // K_SLICE:
+            w = w + (tl.load(tile + i * K_SLICE, eviction_policy="evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
+            if norm_ptr is not None:
+                g = g + (load_features(norm_ptr, i * K_SLICE, K_SLICE, IN, FP8),)  # type: ignore[assignment]  # noqa: RUF005
+    return w, g
+
+
+@triton.jit
+def stream_rows(
+    w,
+    g,
+    weight_ptr,
+    scales_ptr,
+    r,
+    x_ptr,
+    norm_ptr,
+    IN: tl.constexpr,
+    K_SLICE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Rows r of the weights times x `[IN]` (times the norm's weight, unless norm_ptr is None): `[ROWS]` float32, and the sum of
+    x². w, g: from `first_slices`. With each slice that is used one more is asked for, so that a thread always has AHEAD on
+    their way. No weight load is masked: what is left behind the last whole slice comes in powers of two.
+    """
+    FP8: tl.constexpr = scales_ptr is not None
+    SLICES: tl.constexpr = IN // K_SLICE
+    tile = weight_ptr + r[:, None] * IN + tl.arange(0, K_SLICE)[None, :]
+    acc = tl.zeros((r.shape[0], K_SLICE), tl.float32)
+    squares = tl.zeros((K_SLICE,), tl.float32)
+    for i in tl.static_range(SLICES):
+        x = load_features(x_ptr, i * K_SLICE, K_SLICE, IN, FP8)
+        if norm_ptr is not None:
+            squares += x * x
+            x *= g[0]
+            g = g[1:]
+        acc += weight_values(w[0], scales_ptr, r, i * K_SLICE, IN, GROUP) * x[None, :]
+        w = w[1:]
+        if i + AHEAD < SLICES:
+            w = w + (tl.load(tile + (i + AHEAD) * K_SLICE, eviction_policy="evict_first"),)  # noqa: RUF005
+            if norm_ptr is not None:
+                g = g + (load_features(norm_ptr, (i + AHEAD) * K_SLICE, K_SLICE, IN, FP8),)  # noqa: RUF005
+    total = tl.sum(acc, 1)
+    square = tl.sum(squares, 0)
     for i in tl.static_range(16):
-        if (IN - DONE) & (1 << (15 - i)):
-            k = tl.arange(0, 1 << (15 - i)) + (DONE + ((IN - DONE) & ~((2 << (15 - i)) - 1)))
-            x = tl.load(x_ptr + k).to(tl.float32)
-            total += tl.sum(x * x, 0)
-    return total
+        if (IN % K_SLICE) & (1 << (15 - i)):
+            total, square = _rest(
+                total, square, weight_ptr, scales_ptr, r, x_ptr, norm_ptr, IN, 1 << (15 - i), IN % (2 << (15 - i)), GROUP
+            )
+    if FP8 and GROUP == 0:
+        total *= tl.load(scales_ptr + r)
+    return total, square
+
+
+@triton.jit
+def _rest(
+    total,
+    square,
+    weight_ptr,
+    scales_ptr,
+    r,
+    x_ptr,
+    norm_ptr,
+    IN: tl.constexpr,
+    K: tl.constexpr,
+    LEFT: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """total and square of `stream_rows` with K more places, LEFT before the end of IN."""
+    FP8: tl.constexpr = scales_ptr is not None
+    FIRST: tl.constexpr = IN - LEFT
+    w = tl.load(weight_ptr + FIRST + r[:, None] * IN + tl.arange(0, K)[None, :], eviction_policy="evict_first")
+    x = load_features(x_ptr, FIRST, K, IN, FP8)
+    if norm_ptr is not None:
+        square += tl.sum(x * x, 0)
+        x *= load_features(norm_ptr, FIRST, K, IN, FP8)
+    return total + tl.sum(weight_values(w, scales_ptr, r, FIRST, IN, GROUP) * x[None, :], 1), square
 
 
 @triton.jit
@@ -103,26 +188,75 @@ def prefetch_rows(weight_ptr, r, start, AHEAD: tl.constexpr, IN: tl.constexpr, P
 
 
 @triton.jit
+def _slice_dot(acc, w, x_ptr, scales_ptr, r, s, mask, IN: tl.constexpr, GROUP: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """acc + a slice of weights w `[ROWS, K]` from place s of a row on, times x `[K, TOKENS]`, x_ptr pointing to place 0. FP8:
+    words of two weights, and x from both halves of a row; where GROUP in features share a scale, times that."""
+    if scales_ptr is not None:
+        parts = fp8_operands(w, DOT_DTYPE)
+        for half in tl.static_range(2):
+            at = half * (IN // 2) + s
+            x = tl.trans(tl.load(x_ptr + at, mask=mask, other=0.0).to(DOT_DTYPE))
+            if GROUP > 0:
+                scales = tl.load(scales_ptr + r * (IN // GROUP) + at // GROUP)
+                acc += tl.dot(parts[half], x, input_precision="ieee") * scales[:, None]
+            else:
+                acc = tl.dot(parts[half], x, acc, input_precision="ieee")
+    else:
+        x = tl.trans(tl.load(x_ptr + s, mask=mask, other=0.0).to(DOT_DTYPE))
+        acc = tl.dot(w.to(DOT_DTYPE), x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def held_slices(weight_ptr, r, start, slices, turn, WIDE: tl.constexpr, K_SLICE: tl.constexpr, HELD: tl.constexpr):
+    """Load the HELD slices that `tokens_dot` begins with, before the wait."""
+    tile = weight_ptr + r[:, None] * WIDE + tl.arange(0, K_SLICE)[None, :]
+    held = ()
+    for i in tl.static_range(HELD):
+        held = held + (tl.load(tile + (start + (i + turn) % slices * K_SLICE)),)  # type: ignore[assignment]  # noqa: RUF005
+    return held
+
+
+@triton.jit
 def tokens_dot(
-    x_ptr, weight_ptr, r, b, live, start, slices, turn, end, IN: tl.constexpr, K_SLICE: tl.constexpr, DOT_DTYPE: tl.constexpr
+    held,
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    r,
+    b,
+    live,
+    start,
+    slices,
+    turn,
+    end,
+    IN: tl.constexpr,
+    K_SLICE: tl.constexpr,
+    HELD: tl.constexpr,
+    GROUP: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):
-    """Rows r of the weights with tokens b of x `[batch, IN]` over `slices` slices of in features from `start` on, the turn-th
-    first, and over what is left up to `end` behind the last whole slice of IN: `[ROWS, TOKENS]` float32."""
+    """Rows r of the weights with tokens b of x `[batch, IN]` over `slices` slices of a row from `start` on, the turn-th first,
+    and over what is left up to `end` behind its last whole slice: `[ROWS, TOKENS]` float32. FP8 in words of two weights."""
+    FP8: tl.constexpr = scales_ptr is not None
+    WIDE: tl.constexpr = IN // 2 if FP8 else IN
     k = tl.arange(0, K_SLICE)
     acc = tl.zeros((r.shape[0], b.shape[0]), tl.float32)
-    weight_ptr += r[:, None] * IN + k[None, :]
+    weight_ptr += r[:, None] * WIDE + k[None, :]
     x_ptr += b[:, None] * IN + k[None, :]
-    for i in range(slices):
+    for i in tl.static_range(HELD):
         s = start + (i + turn) % slices * K_SLICE
-        w = tl.load(weight_ptr + s)
-        x = tl.load(x_ptr + s, mask=live[:, None], other=0.0)
-        acc = tl.dot(w.to(DOT_DTYPE), tl.trans(x.to(DOT_DTYPE)), acc, input_precision="ieee")
-    DONE: tl.constexpr = IN // K_SLICE * K_SLICE
-    if DONE < IN:
-        inside = DONE + k < end
-        w = tl.load(weight_ptr + DONE, mask=inside[None, :], other=0.0)
-        x = tl.load(x_ptr + DONE, mask=live[:, None] & inside[None, :], other=0.0)
-        acc = tl.dot(w.to(DOT_DTYPE), tl.trans(x.to(DOT_DTYPE)), acc, input_precision="ieee")
+        acc = _slice_dot(acc, held[i], x_ptr, scales_ptr, r, s, live[:, None], IN, GROUP, DOT_DTYPE)
+    for i in range(HELD, slices):
+        s = start + (i + turn) % slices * K_SLICE
+        acc = _slice_dot(acc, tl.load(weight_ptr + s), x_ptr, scales_ptr, r, s, live[:, None], IN, GROUP, DOT_DTYPE)
+    DONE: tl.constexpr = WIDE // K_SLICE * K_SLICE
+    if DONE < WIDE:
+        inside = (DONE + k < end)[None, :]
+        w = tl.load(weight_ptr + DONE, mask=inside, other=0)
+        acc = _slice_dot(acc, w, x_ptr, scales_ptr, r, DONE, live[:, None] & inside, IN, GROUP, DOT_DTYPE)
+    if FP8 and GROUP == 0:
+        acc *= tl.load(scales_ptr + r)[:, None]
     return acc
 
 
@@ -136,6 +270,20 @@ def load_squares(squares_ptr, b, PARTS: tl.constexpr):
 def inverse_rms(squares, eps, IN: tl.constexpr, SCALE: tl.constexpr):
     """1 / rms of each token `[TOKENS]`, from partial sums of its squares `[parts, TOKENS]`; takes the `SCALE` off as well."""
     return tl.rsqrt(tl.sum(squares, 0) / IN + eps) / SCALE
+
+
+def operands(linear: Linear, tile: Tile, batch: int) -> tuple[tuple[Tensor, Tensor, Tensor | None], dict[str, Any]]:
+    """A projection's weight, bias and scales as the kernels take them, and the constants that go with them. A kernel without
+    scales (None, which is no argument of the compiled kernel) is that of dense weights."""
+    weight, shape = linear.weight, {"IN": linear.weight.shape[1], "HAS_BIAS": linear.bias is not None}
+    shape |= {"ROWS": tile.rows, "AHEAD": tile.ahead} | ({} if batch == 1 else {"HELD": tile.held})
+    if isinstance(weight, Tensor):
+        return (weight, linear.bias if linear.bias is not None else weight, None), shape | {"GROUP": 0, "K_SLICE": tile.k_slice}
+    assert isinstance(weight, Fp8)
+    codes = weight.codes.view(torch.float8_e4m3fn if batch == 1 else torch.int16)
+    k_slice = tile.k_slice if batch == 1 else min(max(16, tile.k_slice // 2), weight.group // 2 or tile.k_slice)
+    shape |= {"GROUP": weight.group, "K_SLICE": k_slice}
+    return (codes, linear.bias if linear.bias is not None else weight.scales, weight.scales), shape
 
 
 def launch_options(warps: int, stages: int, pdl: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Does not own the kernels. Times behind the table are of whole decode steps, never of a kernel alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kernel = Literal["norm_linear", "proj_residual", "norm_gate_up"]
@@ -15,11 +15,13 @@ class Tile:
 
     Attributes:
         rows: power of two, at most the weight's rows (of gate alone for norm_gate_up); 16 and up for batches.
-        k_slice: power of two, at most the in features; 16 and up for batches.
-        warps, stages: Triton's; stages above 1 pipeline the loads of the slices.
+        k_slice: power of two, at most the in features; 16 and up for batches, 32 and up with FP8 weights (half of it from
+            each half of the in features).
+        warps, stages: Triton's; stages above 1 pipeline the loads of the slices, for batches.
         splits: blocks that share a row's in features; proj_residual's batches only.
-        ahead: lines of 128 bytes of each row fetched to L2 before the wait, a power of two or 0; batches only (one row
-            loads its first tile then).
+        ahead: one row: slices that a thread keeps on their way, asked for before the wait. Batches: lines of 128 bytes of each
+            row fetched to L2 before the wait, a power of two or 0.
+        held: slices loaded to registers before the wait; batches only.
     """
 
     rows: int
@@ -28,59 +30,96 @@ class Tile:
     stages: int
     splits: int = 1
     ahead: int = 2
+    held: int = 0
 
 
 SINGLE: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(8, 1024, 4, 1),
-    ("norm_linear", 6144, 4096): Tile(4, 4096, 4, 1),
+    ("norm_linear", 12288, 4096): Tile(4, 256, 1, 1, ahead=4),
+    ("norm_linear", 6144, 4096): Tile(2, 256, 1, 1, ahead=8),
     ("norm_linear", 32000, 4096): Tile(2, 4096, 4, 1),
     ("norm_linear", 128256, 4096): Tile(2, 4096, 4, 1),
-    ("proj_residual", 4096, 4096): Tile(8, 2048, 4, 1),
-    ("norm_gate_up", 11008, 4096): Tile(2, 4096, 8, 1),
-    ("norm_gate_up", 14336, 4096): Tile(2, 4096, 8, 1),
-    ("proj_residual", 4096, 11008): Tile(1, 256, 2, 1),
-    ("proj_residual", 4096, 14336): Tile(1, 2048, 4, 1),
+    ("proj_residual", 4096, 4096): Tile(8, 2048, 4, 1, ahead=1),
+    ("norm_gate_up", 11008, 4096): Tile(1, 1024, 4, 1, ahead=4),
+    ("norm_gate_up", 14336, 4096): Tile(1, 4096, 4, 1),
+    ("proj_residual", 4096, 11008): Tile(2, 256, 1, 1, ahead=4),
+    ("proj_residual", 4096, 14336): Tile(2, 256, 1, 1, ahead=4),
 }
-"""Batch 1 on an H200, by kernel, out features (F for norm_gate_up) and in features; bfloat16 weights."""
+"""Batch 1 on an H200, by kernel, out features (F for norm_gate_up) and in features; bfloat16 weights. With a warp
+a block, all blocks of the down projection are on the GPU at once, each with 4 KB on their way."""
 
 BATCH: dict[tuple[Kernel, int, int], Tile] = {
     ("norm_linear", 12288, 4096): Tile(64, 64, 4, 6, ahead=0),
     ("norm_linear", 6144, 4096): Tile(64, 256, 4, 5),
     ("norm_linear", 32000, 4096): Tile(64, 64, 4, 8),
     ("norm_linear", 128256, 4096): Tile(64, 128, 4, 8),
-    ("norm_gate_up", 11008, 4096): Tile(64, 128, 4, 5, ahead=0),
-    ("norm_gate_up", 14336, 4096): Tile(64, 256, 4, 3),
+    ("norm_gate_up", 11008, 4096): Tile(64, 128, 4, 5, ahead=0, held=1),
+    ("norm_gate_up", 14336, 4096): Tile(64, 128, 4, 4, ahead=0, held=1),
     ("proj_residual", 4096, 4096): Tile(64, 128, 4, 8, splits=2),
     ("proj_residual", 4096, 11008): Tile(64, 128, 4, 8, splits=2, ahead=0),
     ("proj_residual", 4096, 14336): Tile(64, 256, 4, 5, splits=2),
 }
 """Batches of 2 to 16 on an H200. 64 rows: with fewer, Triton has no wgmma for them."""
 
+FP8_SINGLE: dict[tuple[Kernel, int, int], Tile] = {
+    ("norm_linear", 12288, 4096): Tile(4, 4096, 4, 1),
+    ("norm_linear", 6144, 4096): Tile(4, 4096, 4, 1),
+    ("proj_residual", 4096, 4096): Tile(4, 4096, 4, 1),
+    ("norm_gate_up", 11008, 4096): Tile(2, 4096, 4, 1),
+    ("norm_gate_up", 14336, 4096): Tile(2, 4096, 4, 1),
+    ("proj_residual", 4096, 11008): Tile(2, 512, 1, 1, ahead=6),
+    ("proj_residual", 4096, 14336): Tile(2, 512, 1, 1, ahead=6),
+}
+"""Batch 1, FP8 weights: several rows a block, for what x takes is shared by them."""
+
+FP8_BATCH: dict[tuple[Kernel, int, int], Tile] = {
+    ("norm_linear", 12288, 4096): Tile(64, 512, 4, 4, ahead=0),
+    ("norm_linear", 6144, 4096): Tile(64, 512, 4, 4, ahead=0),
+    ("norm_gate_up", 11008, 4096): Tile(64, 256, 4, 3, ahead=0),
+    ("norm_gate_up", 14336, 4096): Tile(64, 256, 4, 3, ahead=0),
+    ("proj_residual", 4096, 4096): Tile(64, 256, 4, 4, splits=4, ahead=0),
+    ("proj_residual", 4096, 11008): Tile(64, 256, 4, 4, splits=4, ahead=0, held=1),
+    ("proj_residual", 4096, 14336): Tile(64, 256, 4, 4, splits=4, ahead=0, held=1),
+}
+"""Batches of 2 to 16, FP8 weights."""
+
 FEW_BLOCKS = 192
 """Blocks below which a projection of a batch splits its in features: an H200 has 132 SMs."""
 
 
-def tile_for(kernel: Kernel, n: int, width: int, batch: int, itemsize: int) -> Tile:
-    """The tile of a kernel with weights `[n, width]` (n of gate alone for norm_gate_up), for `batch` rows."""
-    table = SINGLE if batch == 1 else BATCH
-    if itemsize == 2 and (kernel, n, width) in table:
-        return table[kernel, n, width]
-    return _single_rule(kernel, n, width) if batch == 1 else _batch_rule(kernel, n, width, itemsize)
+def tile_for(kernel: Kernel, n: int, width: int, batch: int, itemsize: int, blocks: bool = False) -> Tile:
+    """The tile of a kernel with weights `[n, width]` (n of gate alone for norm_gate_up) of `itemsize` bytes, for `batch` rows;
+    itemsize 4 also of smaller weights, where x is float32. `blocks`: FP8 weights with scales for blocks of in features."""
+    if blocks and itemsize == 1 and batch == 1:  # longer slices spill under triton 3.6, a warp alone under 3.9
+        rows = 1 if kernel == "norm_gate_up" else 2
+        return Tile(min(rows, _floor_power(n)), min(512, _floor_power(width)), 2, 1, ahead=1)
+    tables = {1: (FP8_SINGLE, FP8_BATCH), 2: (SINGLE, BATCH), 4: ({}, {})}[itemsize]
+    tile = tables[batch > 1].get((kernel, n, width))
+    if tile is not None:
+        return tile
+    if batch > 1:
+        return _batch_rule(kernel, n, width, itemsize)
+    return _fp8_single_rule(kernel, n, width) if itemsize == 1 else _single_rule(kernel, n, width, itemsize)
 
 
-def _single_rule(kernel: Kernel, n: int, width: int) -> Tile:
-    """Whole rows in one slice where a row is one power of two up to 4096; else slices that divide it, or nearly."""
-    rows = min(1 if kernel == "norm_gate_up" else 2, n)
-    divisor = width & -width
-    if divisor == width and width <= 4096:
-        return Tile(rows, width, 4 if width >= 1024 else 1, 1)
-    if kernel == "proj_residual":  # two rows of 512 spill under triton 3.6
-        return Tile(1, 256 if width > 4096 else min(_floor_power(width), 512), 2, 1)
-    return Tile(rows, min(_floor_power(width), 512), 2, 1)
+def _fp8_single_rule(kernel: Kernel, n: int, width: int) -> Tile:
+    """Long slices of several rows: 16 bytes a thread make 512 in features a warp."""
+    k_slice = min(4096, _floor_power(width))
+    return Tile(min(2 if kernel == "norm_gate_up" else 4, _floor_power(n)), k_slice, max(1, k_slice // 1024), 1)
+
+
+def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
+    """A warp a block, 16 bytes a thread, and four slices on their way; rows as registers allow."""
+    if width > 16384 and itemsize == 2:  # more than 64 slices spill under triton 3.9
+        return Tile(min(2, n), 512, 2, 1, ahead=4)
+    rows = {"norm_linear": 4, "proj_residual": 2, "norm_gate_up": 2}[kernel] * 2 // itemsize
+    return Tile(min(max(rows, 1), _floor_power(n)), min(_floor_power(width), 256), 1, 1, ahead=4)
 
 
 def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
     """Slices that divide a row, 64 rows a block, and for a projection splits where blocks are few."""
+    if itemsize == 1:  # words of two weights
+        tile = _batch_rule(kernel, n, width // 2, 2)
+        return replace(tile, k_slice=min(2 * tile.k_slice, 128 if kernel == "norm_gate_up" else 256))
     divisor = width & -width
     rows = min(64, max(16, _floor_power(n)))
     if itemsize > 2:

@@ -13,6 +13,7 @@ from runtime.ops._gemv import TOKENS, Scaled
 from runtime.ops.attention import AttentionScratch, AttentionTile, attention_tile, decode_attention
 from runtime.ops.configs import Kernel, Tile, tile_for
 from runtime.ops.embed import embed, embed_blocks
+from runtime.ops.fp8 import Fp8
 from runtime.ops.lowbit import TILE_ROWS, LowBit
 from runtime.ops.lowbit_linear import lowbit_linear, lowbit_tile
 from runtime.ops.norm_gate_up import norm_gate_up
@@ -176,6 +177,9 @@ class FusedOps:
 
     def _tile(self, kernel: Kernel, x: Tensor, linear: Linear) -> Tile:
         n = linear.weight.shape[0] // (2 if kernel == "norm_gate_up" else 1)
-        chosen = self.tiles.get(TileKey.of(kernel, len(x), n, x.shape[1], x.element_size()))
+        weight = linear.weight
+        itemsize = 1 if isinstance(weight, Fp8) and x.element_size() == 2 else x.element_size()
+        chosen = self.tiles.get(TileKey.of(kernel, len(x), n, x.shape[1], itemsize))
         assert chosen is None or isinstance(chosen, Tile)
-        return chosen or tile_for(kernel, n, x.shape[1], batch=len(x), itemsize=x.element_size())
+        blocks = isinstance(weight, Fp8) and weight.group > 0
+        return chosen or tile_for(kernel, n, x.shape[1], len(x), itemsize, blocks)

@@ -11,11 +11,15 @@ second's in bits 11, 14 to 12 and 3 to 0, which shifts of 4 bring there.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from runtime.ops._triton import tl, triton
+
+if TYPE_CHECKING:
+    from runtime.ops.fp8 import Fp8
 
 FORMATS = ("fp8", "int4")
 TILE_ROWS = 16
@@ -85,9 +89,9 @@ class LowBit:
 
 @dataclass(frozen=True)
 class LowBitRows:
-    """Rows of a LowBit weight, from a multiple of 16 on, to be filled as a tensor's rows are."""
+    """Rows of a LowBit weight, from a multiple of 16 on, or of an Fp8 one, to be filled as a tensor's rows are."""
 
-    weight: LowBit
+    weight: "LowBit | Fp8"
     first: int
     last: int
     dtype: None = None  # no tensor's: what is copied in is rounded
@@ -103,7 +107,7 @@ class LowBitRows:
         """Round `source [rows, in]` of a floating type to the format, some rows at a time. Raises ValueError as `quantize`."""
         weight = self.weight
         for row in range(0, len(source), ROWS_AT_ONCE):
-            rows = source[row : row + ROWS_AT_ONCE].to(weight.tiles.device, non_blocking=non_blocking)
+            rows = source[row : row + ROWS_AT_ONCE].to(weight.scales.device, non_blocking=non_blocking)
             weight.fill(self.first + row, *quantize(rows, weight.format, weight.group, weight.scales.dtype))
 
     def normal_(self, mean: float = 0.0, std: float = 1.0, generator: torch.Generator | None = None) -> None:
@@ -173,8 +177,10 @@ def unpack(weight: LowBit) -> Tensor:
     return full[:rows, :width].to(torch.uint8)
 
 
-def dense_torch(weight: LowBit) -> Tensor:
+def dense_torch(weight: "LowBit | Fp8") -> Tensor:
     """The values `[out, in]` float32, exact. The torch twin of the kernel below."""
+    if not isinstance(weight, LowBit):
+        return weight.dense_torch()
     codes = unpack(weight)
     rows, width = weight.shape
     scales, zeros = (
@@ -261,7 +267,7 @@ def _dense_kernel(
         tl.store(out_ptr + row * WIDTH + k[None, :], value.to(out_ptr.dtype.element_ty), mask=inside[None, :] & (row < rows))
 
 
-def dense(weight: Tensor | LowBit) -> Tensor:
+def dense(weight: "Tensor | LowBit | Fp8") -> Tensor:
     """The weight `[out, in]` as a matrix: itself, or its values in the type of its scratch, where they lie until the next call
     for any weight that shares it.
 
@@ -271,13 +277,15 @@ def dense(weight: Tensor | LowBit) -> Tensor:
         return weight
     rows, width = weight.shape
     out = weight.scratch[: rows * width].view(rows, width)
-    if not weight.tiles.is_cuda:
+    if not weight.scales.is_cuda:
         return out.copy_(dense_torch(weight))
     return dense_into(out, weight)
 
 
-def dense_into(out: Tensor, weight: LowBit) -> Tensor:
+def dense_into(out: Tensor, weight: "LowBit | Fp8") -> Tensor:
     """The kernel of `dense`, launched."""
+    if not isinstance(weight, LowBit):
+        return weight.dense_into(out)
     blocks, wide = weight.tiles.shape[:2]
     zeros = weight.zeros if weight.zeros is not None else weight.scales
     _dense_kernel[(blocks, triton.cdiv(wide, 8))](

@@ -13,13 +13,15 @@ from runtime.ops._gemv import (
     TOKENS,
     Scaled,
     dot_dtype,
+    first_slices,
+    held_slices,
     inverse_rms,
     launch_options,
     let_next_start,
     load_squares,
+    operands,
     prefetch_rows,
-    rest_dot,
-    rest_squares,
+    stream_rows,
     tokens_dot,
     wait_for_previous,
 )
@@ -33,37 +35,27 @@ def _norm_linear_kernel(
     norm_ptr,
     weight_ptr,
     bias_ptr,
+    scales_ptr,
     out_ptr,
     n,
     eps,
     IN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     row = tl.minimum(tl.program_id(0) * ROWS, n - ROWS)  # rows the last two blocks share get the same bits twice
     r = tl.arange(0, ROWS)
-    k = tl.arange(0, K_SLICE)
     weight_ptr += row.to(tl.int64) * IN
-    tile = r[:, None] * IN + k[None, :]
-    w = tl.load(weight_ptr + tile, eviction_policy="evict_first")
-    g = tl.load(norm_ptr + k).to(tl.float32)
+    if scales_ptr is not None:
+        scales_ptr += row * (IN // GROUP if GROUP else 1)
+    w, g = first_slices(weight_ptr, r, norm_ptr, IN, K_SLICE, AHEAD, scales_ptr is not None)
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + k).to(tl.float32)
-    squares = x * x
-    acc = w.to(tl.float32) * (x * g)[None, :]
-    DONE: tl.constexpr = IN // K_SLICE * K_SLICE
-    for s in tl.range(K_SLICE, DONE, K_SLICE, num_stages=STAGES):
-        w = tl.load(weight_ptr + s + tile, eviction_policy="evict_first")
-        g = tl.load(norm_ptr + s + k).to(tl.float32)
-        x = tl.load(x_ptr + s + k).to(tl.float32)
-        squares += x * x
-        acc += w.to(tl.float32) * (x * g)[None, :]
-    square = rest_squares(tl.sum(squares, 0), x_ptr, IN, DONE)
-    total = rest_dot(tl.sum(acc, 1), weight_ptr, r, x_ptr, norm_ptr, True, IN, DONE)
+    total, square = stream_rows(w, g, weight_ptr, scales_ptr, r, x_ptr, norm_ptr, IN, K_SLICE, AHEAD, GROUP)
     total *= tl.rsqrt(square / IN + eps)
     if HAS_BIAS:
         total += tl.load(bias_ptr + row + r).to(tl.float32)
@@ -76,6 +68,7 @@ def _norm_linear_batch_kernel(
     squares_ptr,
     weight_ptr,
     bias_ptr,
+    scales_ptr,
     out_ptr,
     batch,
     n,
@@ -84,9 +77,11 @@ def _norm_linear_batch_kernel(
     PARTS: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
     AHEAD: tl.constexpr,
+    HELD: tl.constexpr,
     TOKENS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -97,11 +92,19 @@ def _norm_linear_batch_kernel(
     r = tl.arange(0, ROWS)
     b = tl.arange(0, TOKENS)
     live = b < batch
-    weight_ptr += row.to(tl.int64) * IN
-    prefetch_rows(weight_ptr, r, 0, AHEAD, IN, PDL)
+    WIDE: tl.constexpr = IN if scales_ptr is None else IN // 2
+    weight_ptr += row.to(tl.int64) * WIDE
+    if scales_ptr is not None:
+        scales_ptr += row * (IN // GROUP if GROUP else 1)
+    prefetch_rows(weight_ptr, r, 0, AHEAD, WIDE, PDL)
+    SLICES: tl.constexpr = WIDE // K_SLICE
+    turn = block * STAGGER
+    held = held_slices(weight_ptr, r, 0, SLICES, turn, WIDE, K_SLICE, HELD)
     wait_for_previous(PDL)
     squares = load_squares(squares_ptr, b, PARTS)
-    acc = tokens_dot(scaled_ptr, weight_ptr, r, b, live, 0, IN // K_SLICE, block * STAGGER, IN, IN, K_SLICE, DOT_DTYPE)
+    acc = tokens_dot(
+        held, scaled_ptr, weight_ptr, scales_ptr, r, b, live, 0, SLICES, turn, WIDE, IN, K_SLICE, HELD, GROUP, DOT_DTYPE
+    )
     acc *= inverse_rms(squares, eps, IN, SCALE)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + row + r).to(tl.float32)[:, None]
@@ -129,17 +132,16 @@ def norm_linear(
     `interpreted` computes products in float32, for Triton's interpreter.
     Bytes: N * C weights, once; x (C a row, by every block) and out stay in L2. Torch twin: `F.rms_norm`, then `F.linear`.
     """
-    batch, width = x.shape
-    n = linear.weight.shape[0]
-    bias = linear.bias if linear.bias is not None else linear.weight
-    shape = {"IN": width, "HAS_BIAS": linear.bias is not None, "ROWS": tile.rows, "K_SLICE": tile.k_slice, "PDL": pdl}
+    batch, n = len(x), linear.weight.shape[0]
+    weights, shape = operands(linear, tile, batch)
+    shape |= {"PDL": pdl}
     grid = (triton.cdiv(n, tile.rows),)
     if batch == 1:
         options = launch_options(tile.warps, 1, pdl and not full_edge)
-        _norm_linear_kernel[grid](x, norm, linear.weight, bias, out, n, eps, STAGES=tile.stages, **shape, **options)
+        _norm_linear_kernel[grid](x, norm, *weights, out, n, eps, **shape, **options)
     else:
         assert scaled is not None
-        shape |= scaled.constants | {"AHEAD": tile.ahead, "TOKENS": TOKENS, "DOT_DTYPE": dot_dtype(x.dtype, interpreted)}
+        shape |= scaled.constants | {"TOKENS": TOKENS, "DOT_DTYPE": dot_dtype(x.dtype, interpreted)}
         options = launch_options(tile.warps, tile.stages, pdl and not full_edge)
-        _norm_linear_batch_kernel[grid](scaled.x, scaled.squares, linear.weight, bias, out, batch, n, eps, **shape, **options)
+        _norm_linear_batch_kernel[grid](scaled.x, scaled.squares, *weights, out, batch, n, eps, **shape, **options)
     return out

@@ -3,8 +3,6 @@
 Does not own what it projects (attention, norm_gate_up).
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from runtime.ops import Linear
@@ -13,10 +11,13 @@ from runtime.ops._gemv import (
     TOKENS,
     Scaled,
     dot_dtype,
+    first_slices,
+    held_slices,
     launch_options,
     let_next_start,
+    operands,
     prefetch_rows,
-    rest_dot,
+    stream_rows,
     tokens_dot,
     wait_for_previous,
 )
@@ -29,36 +30,31 @@ def _proj_residual_kernel(
     a_ptr,
     weight_ptr,
     bias_ptr,
+    scales_ptr,
     x_ptr,
     out_ptr,
     n,
     IN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     row = tl.minimum(tl.program_id(0) * ROWS, n - ROWS)  # rows the last two blocks share get the same bits twice
     r = tl.arange(0, ROWS)
-    k = tl.arange(0, K_SLICE)
     weight_ptr += row.to(tl.int64) * IN
-    tile = r[:, None] * IN + k[None, :]
-    w = tl.load(weight_ptr + tile, eviction_policy="evict_first")
+    if scales_ptr is not None:
+        scales_ptr += row * (IN // GROUP if GROUP else 1)
+    w, g = first_slices(weight_ptr, r, None, IN, K_SLICE, AHEAD, scales_ptr is not None)
     wait_for_previous(PDL)
-    a = tl.load(a_ptr + k).to(tl.float32)
-    x = tl.load(x_ptr + row + r).to(tl.float32)
-    acc = w.to(tl.float32) * a[None, :]
-    DONE: tl.constexpr = IN // K_SLICE * K_SLICE
-    for s in tl.range(K_SLICE, DONE, K_SLICE, num_stages=STAGES):
-        w = tl.load(weight_ptr + s + tile, eviction_policy="evict_first")
-        a = tl.load(a_ptr + s + k).to(tl.float32)
-        acc += w.to(tl.float32) * a[None, :]
-    total = rest_dot(tl.sum(acc, 1), weight_ptr, r, a_ptr, a_ptr, False, IN, DONE)
+    residual = tl.load(x_ptr + row + r).to(tl.float32)
+    total, _ = stream_rows(w, g, weight_ptr, scales_ptr, r, a_ptr, None, IN, K_SLICE, AHEAD, GROUP)
     if HAS_BIAS:
         total += tl.load(bias_ptr + row + r).to(tl.float32)
-    tl.store(out_ptr + row + r, (x + total).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row + r, (residual + total).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["batch", "n"])
@@ -66,6 +62,7 @@ def _proj_residual_batch_kernel(
     a_ptr,
     weight_ptr,
     bias_ptr,
+    scales_ptr,
     x_ptr,
     out_ptr,
     norm_ptr,
@@ -78,10 +75,12 @@ def _proj_residual_batch_kernel(
     IN: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,
+    HELD: tl.constexpr,
     TOKENS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -93,15 +92,23 @@ def _proj_residual_batch_kernel(
     r = tl.arange(0, ROWS)
     b = tl.arange(0, TOKENS)
     live = b < batch
-    weight_ptr += row.to(tl.int64) * IN
-    SLICES: tl.constexpr = IN // K_SLICE
+    WIDE: tl.constexpr = IN if scales_ptr is None else IN // 2
+    weight_ptr += row.to(tl.int64) * WIDE
+    if scales_ptr is not None:
+        scales_ptr += row * (IN // GROUP if GROUP else 1)
+    SLICES: tl.constexpr = WIDE // K_SLICE
     SHARE: tl.constexpr = (SLICES + SPLITS - 1) // SPLITS
     start = split * SHARE
     slices = tl.minimum(SLICES - start, SHARE)
-    prefetch_rows(weight_ptr, r, start * K_SLICE, AHEAD, IN, PDL)
+    start *= K_SLICE
+    turn = block * STAGGER
+    prefetch_rows(weight_ptr, r, start, AHEAD, WIDE, PDL)
+    held = held_slices(weight_ptr, r, start, slices, turn, WIDE, K_SLICE, HELD)
     wait_for_previous(PDL)
-    end = tl.where(split == SPLITS - 1, IN, 0)
-    acc = tokens_dot(a_ptr, weight_ptr, r, b, live, start * K_SLICE, slices, block * STAGGER, end, IN, K_SLICE, DOT_DTYPE)
+    end = tl.where(split == SPLITS - 1, WIDE, 0)
+    acc = tokens_dot(
+        held, a_ptr, weight_ptr, scales_ptr, r, b, live, start, slices, turn, end, IN, K_SLICE, HELD, GROUP, DOT_DTYPE
+    )
 
     last = True
     if SPLITS > 1:
@@ -153,25 +160,18 @@ def proj_residual(
     > 1: partial float32 (blocks * splits * rows * 16), counter int32 (blocks), zero between launches.
     Bytes: C * in weights, once; a, x, out and the partials stay in L2. Torch twin: `x + F.linear(a, ...)`.
     """
-    batch, width = a.shape
-    n = proj.weight.shape[0]
-    bias = proj.bias if proj.bias is not None else proj.weight
-    shape: dict[str, Any] = {
-        "IN": width,
-        "HAS_BIAS": proj.bias is not None,
-        "ROWS": tile.rows,
-        "K_SLICE": tile.k_slice,
-        "PDL": pdl,
-    }
+    batch, n = len(a), proj.weight.shape[0]
+    weights, shape = operands(proj, tile, batch)
+    shape |= {"PDL": pdl}
     blocks = triton.cdiv(n, tile.rows)
     if batch == 1:
         options = launch_options(tile.warps, 1, pdl)
-        _proj_residual_kernel[(blocks,)](a, proj.weight, bias, x, out, n, STAGES=tile.stages, **shape, **options)
+        _proj_residual_kernel[(blocks,)](a, *weights, x, out, n, **shape, **options)
     else:
         assert scaled is not None
-        shape |= {"SPLITS": tile.splits, "AHEAD": tile.ahead, "TOKENS": TOKENS}
+        shape |= {"SPLITS": tile.splits, "TOKENS": TOKENS}
         shape |= {"SCALE": scaled.scale, "DOT_DTYPE": dot_dtype(a.dtype, interpreted)}
         options = launch_options(tile.warps, tile.stages, pdl)
-        tensors = (a, proj.weight, bias, x, out, norm, scaled.x, scaled.squares, partial, counter)
+        tensors = (a, *weights, x, out, norm, scaled.x, scaled.squares, partial, counter)
         _proj_residual_batch_kernel[(blocks, tile.splits)](*tensors, batch, n, **shape, **options)
     return out

@@ -18,6 +18,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.layout import allocate, pieces
 from models.quantized import allocate_lowbit
+from models.scheme import Stored
 from runtime.decode_step import DecodeStep
 from runtime.kv_cache import KVCache
 from runtime.ops import SlotState, load_ops
@@ -55,6 +56,7 @@ def played_step(
     pdl: bool = True,
     draw: Variant = "plain",
     format: str = "bf16",
+    stored: Stored | None = None,
 ) -> list[Launch | str]:
     """Triton launches, and names of torch's operations that run on the device, of one step in their order: the second step,
     since the first one makes its workspaces."""
@@ -62,7 +64,7 @@ def played_step(
     with FakeTensorMode() as mode, torch.inference_mode(), _told() as told:
         dtype = getattr(torch, shape.dtype)
         table = pieces(shape)
-        weights = allocate(table, CUDA, dtype) if format == "bf16" else allocate_lowbit(table, format, None, CUDA, dtype)
+        weights = allocate(table, CUDA, dtype) if format == "bf16" else allocate_lowbit(table, format, stored, CUDA, dtype)
         cache = KVCache.allocate(shape.num_layers, batch, shape.num_kv_heads, capacity, shape.head_dim, dtype, CUDA)
         state = SlotState.allocate(batch, torch.device("meta"), shape.vocab_size)  # a torch without CUDA cannot index on it
         state = replace(state, **{name: FakeTensor(mode, tensor, CUDA) for name, tensor in vars(state).items()})

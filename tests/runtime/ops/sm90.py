@@ -22,7 +22,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 MAX_SHARED_BYTES = 227 * 1024
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
-    torch.int16: "*i16", torch.uint8: "*u8",
+    torch.int16: "*i16", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 BITS = re.compile(r"\.(?:v(\d)\.)?[bfsu](\d+)$")
 
@@ -94,7 +94,7 @@ def compile_launch(launch: Launch) -> Compiled:
     for parameter in launch.kernel.params:
         name, value = parameter.name, launch.arguments[parameter.name]
         specialised = isinstance(value, int) and not parameter.do_not_specialize
-        if parameter.is_constexpr or (specialised and value == 1):
+        if parameter.is_constexpr or value is None or (specialised and value == 1):
             signature[name], constants[name] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.ops import Linear
+from runtime.ops.fp8 import Fp8
 from runtime.ops.fused import FusedOps
 from runtime.ops.lowbit import FORMATS, LowBit, dense, dense_into, dense_torch, quantize, unpack
 
@@ -20,10 +21,14 @@ needs_kernels = pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, rea
 SCALES = {"fp8": torch.float32, "int4": torch.bfloat16}
 
 
-def lowbit(weight: torch.Tensor, format: str, group: int = 0) -> LowBit:
+def lowbit(weight: torch.Tensor, format: str, group: int = 0) -> Fp8 | LowBit:
     weight = weight.to(DEVICE)
     scratch = torch.empty(weight.numel(), device=DEVICE)
-    made = LowBit.empty(format, tuple(weight.shape), group, scratch, SCALES[format])
+    made = (
+        Fp8.empty(tuple(weight.shape), group, scratch)
+        if format == "fp8"
+        else LowBit.empty(format, tuple(weight.shape), group, scratch, SCALES[format])
+    )
     for row in range(0, len(weight), 16):
         made[row : row + 16].copy_(weight[row : row + 16])
     return made
@@ -42,7 +47,7 @@ def test_what_is_packed_is_unpacked_again_and_dense_by_kernel_and_twin_alike(for
     weight = random(rows, width)
     made = lowbit(weight, format, group)
     codes, scales = quantize(weight.to(DEVICE), format, group, SCALES[format])
-    assert torch.equal(unpack(made), codes)
+    assert torch.equal(made.unpack() if format == "fp8" else unpack(made), codes)
     values = codes.view(torch.float8_e4m3fn).float() if format == "fp8" else codes.float() - 8
     expected = values * scales.float().repeat_interleave(group or width, 1)[:, :width]
     assert torch.equal(dense_torch(made), expected)
@@ -61,7 +66,7 @@ def test_the_kernel_makes_the_same_matrix_as_its_twin(format, group, rows, width
 def test_every_fp8_code_comes_back_as_its_value_denormals_and_signed_zeros_too():
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(16, 1)
     codes[(codes & 0x7F) == 0x7F] = 0  # NaN, which no weight is
-    made = LowBit.empty("fp8", (16, 256), 0, torch.empty(16 * 256, device=DEVICE), torch.float32)
+    made = Fp8.empty((16, 256), 0, torch.empty(16 * 256, device=DEVICE))
     made.fill(0, codes, torch.ones(16, 1, device=DEVICE))
     expected = codes.view(torch.float8_e4m3fn).float()
     assert torch.equal(dense_torch(made), expected)
@@ -127,11 +132,12 @@ def test_a_width_that_groups_do_not_divide_is_refused():
         quantize(random(16, 100), "int4", 64, torch.bfloat16)
 
 
-def test_bytes_are_those_of_the_tiles_and_scales():
+def test_bytes_are_those_of_the_codes_and_scales():
     assert lowbit(random(64, 256), "fp8").nbytes == 64 * 256 + 64 * 4
     assert lowbit(random(64, 256), "int4", 128).nbytes == 64 * 256 // 2 + 64 * 2 * 2
 
 
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
 LAYER = [("fp8", 0), ("fp8", 128), ("int4", 128), ("int4", 64), ("int4", 32)]
 
 
@@ -142,7 +148,7 @@ def close(ours, wanted):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("format", "group"), LAYER)
 def test_a_layers_projections_are_those_of_the_dense_weights(format, group, batch, dtype):
@@ -170,9 +176,36 @@ def test_a_layers_projections_are_those_of_the_dense_weights(format, group, batc
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [1, 2])
-def test_rows_and_in_features_past_the_last_tile_are_left_out(batch):
+def test_rows_and_in_features_that_tiles_do_not_divide_are_right(batch):
     ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), torch.randn(batch, 100, device=DEVICE)
     residual = torch.randn(batch, 40, device=DEVICE)
     weight = lowbit(random(40, 100), "fp8")
     out = ops.proj_residual(x, Linear(weight), residual, torch.ones(40, device=DEVICE))
     close(out, residual + x @ dense_torch(weight).t())
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_every_fp8_code_reaches_the_products_as_its_value_in_both_halves_of_a_row(batch, dtype):
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    codes[(codes & 0x7F) == 0x7F] = 0  # NaN, which no weight is
+    weight = Fp8.empty((256, 64), 0, torch.empty(256 * 64, device=DEVICE))
+    weight.fill(0, codes[:, None].expand(256, 64), torch.ones(256, 1, device=DEVICE))
+    ops, residual = FusedOps(DEVICE.type == "cuda", INTERPRETED), torch.zeros(batch, 256, dtype=dtype, device=DEVICE)
+    for k in (3, 40):
+        a = torch.zeros(batch, 64, dtype=dtype, device=DEVICE)
+        a[:, k] = 1
+        out = ops.proj_residual(a, Linear(weight), residual, torch.ones(256, dtype=dtype, device=DEVICE))
+        assert torch.equal(out.float(), codes.view(torch.float8_e4m3fn).float().expand(batch, 256))
+
+
+@needs_kernels
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_half_row_may_begin_within_an_fp8_block(batch):
+    ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), torch.randn(batch, 384, device=DEVICE)
+    residual = torch.randn(batch, 32, device=DEVICE)
+    weight = lowbit(random(32, 384), "fp8", 128)
+    weight.scales[:, 1] *= 100
+    out = ops.proj_residual(x, Linear(weight), residual, torch.ones(32, device=DEVICE))
+    close(out, residual + x @ weight.dense_torch().t())
