@@ -14,7 +14,6 @@ from models.config import ModelConfig
 from models.decoder import Decoder
 from models.layout import EMBEDDING, LM_HEAD, part, pieces
 from runtime.errors import ConfigError
-from runtime.ops.lowbit import dense_torch
 
 
 def reference(ids: Sequence[int], path: Path | None, decoder: Decoder) -> tuple[Tensor, Tensor | None]:
@@ -61,7 +60,7 @@ def around(decoder: Decoder, path: Path | None, dtype: torch.dtype, attention: s
     config = AutoConfig.from_pretrained(path, local_files_only=True) if path is not None else _config(decoder.config)
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    dense_of = {name: held if isinstance(held, torch.Tensor) else dense_torch(held) for name, held in decoder.weights.items()}
+    dense_of = {name: held if isinstance(held, torch.Tensor) else held.dense_torch() for name, held in decoder.weights.items()}
     state = {piece.source: part(dense_of, piece).to(dtype) for piece in pieces(decoder.config)}
     if decoder.config.tied:
         state[LM_HEAD] = state[EMBEDDING]

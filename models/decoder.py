@@ -104,7 +104,8 @@ class Decoder:
         """See Model. Five calls a layer."""
         eps = self.config.rms_norm_eps
         next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-        x, rows = ops.embed(slot_of_row, state, self.embedding, self.layers[0].input_layernorm)  # [B, C]
+        first = self.layers[0]
+        x, rows = ops.embed(slot_of_row, state, self.embedding, first.input_layernorm, first.qkv_proj)  # [B, C]
         for layer, kv, next_norm in zip(self.layers, cache.layers(), next_norms, strict=True):
             q = ops.norm_qkv_rope(x, layer.input_layernorm, layer.qkv_proj, layer.attention, rows, kv.k, kv.v)
             a = ops.attention(q, layer.attention, rows, kv.k, kv.v)

@@ -45,7 +45,8 @@ def allocate_lowbit(
     scratch = torch.empty(max(map(prod, shapes.values())), dtype=dtype, device=device)
     for target, parts in pieces.items():
         width = shapes[target][1]
-        group = stored.group if stored else group_of(width, target) if format == "int4" else 0
+        # one scale for a row of INT4 weights is the same one for each of its groups
+        group = (stored.group if stored else 0) or (group_of(width, target) if format == "int4" else 0)
         if width % (group or 2):
             what = f"groups of {group}" if group else "pairs"
             raise UnsupportedModelError(f"{target} has {width} in features, which {what} do not divide")
@@ -58,7 +59,7 @@ def allocate_lowbit(
                     f"{piece.source} has {piece.shape[0]} rows and {format} weights are merged by {TILE_ROWS}; use bf16"
                 )
         scale_dtype = getattr(torch, stored.scale_dtype) if stored else torch.bfloat16
-        made[target] = LowBit.empty(format, shapes[target], group, scratch, scale_dtype, bool(stored and stored.zeros))
+        made[target] = LowBit.empty(shapes[target], group, scratch, scale_dtype, bool(stored and stored.zeros))
     return made
 
 

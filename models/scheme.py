@@ -119,6 +119,6 @@ def lowbit_bytes(rows: int, width: int, weights: str, stored: Stored | None) -> 
     if weights == "fp8":
         return rows * width + 4 * rows * (width // stored.group if stored and stored.group else 1)
     rows, padded = -(-rows // 16) * 16, -(-width // 64) * 64
-    group = stored.group or padded if stored else next((size for size in GROUPS if width % size == 0), GROUPS[-1])
+    group = (stored.group if stored else 0) or next((size for size in GROUPS if width % size == 0), GROUPS[-1])
     scale = 2 if stored is None else 4 if stored.method == "packed" else 2 + stored.zeros
     return rows * padded // 2 + rows * (padded // group) * scale

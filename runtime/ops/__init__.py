@@ -155,10 +155,12 @@ class Ops(Protocol):
     launches_per_lowbit: int
     launches_around: int
 
-    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor) -> tuple[Tensor, Rows]:
+    def embed(
+        self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor, next_proj: Linear
+    ) -> tuple[Tensor, Rows]:
         """The step's first call: slot_of_row `[B]` int32 (-1: no slot), table `[V, C]` -> x `[B, C]`, the embedding of each
         slot's last token, and the step's rows; a row whose slot is done is idle. next_norm `[C]` is the weight of the norm
-        that x goes through next: an ops set may begin it here."""
+        that x goes through next, next_proj the projection after it: an ops set may begin the norm here."""
 
     def norm_qkv_rope(
         self, x: Tensor, norm: Tensor, qkv: Linear, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.ops import STATE_WIDTH, Rows, SlotState
-from runtime.ops._gemv import TOKENS, Scaled
+from runtime.ops._gemv import Scaled
 from runtime.ops._triton import tl, triton
 
 BLOCK = 1024
@@ -29,7 +29,7 @@ def _embed_kernel(
     width,
     STATE_WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    BATCH: tl.constexpr,
+    BEGIN: tl.constexpr,
     TOKENS: tl.constexpr,
     SCALE: tl.constexpr,
 ):
@@ -45,7 +45,7 @@ def _embed_kernel(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(table_ptr + token * width + c, mask=c < width, other=0.0)
     tl.store(x_ptr + row * width + c, x, mask=c < width)
-    if BATCH:
+    if BEGIN:
         x = x.to(tl.float32)
         g = tl.load(norm_ptr + c, mask=c < width, other=0.0).to(tl.float32)
         tl.store(scaled_ptr + row * width + c, (x * g * SCALE).to(x_ptr.dtype.element_ty), mask=c < width)
@@ -75,8 +75,8 @@ def embed(
         width,
         STATE_WIDTH=STATE_WIDTH,
         BLOCK=BLOCK,
-        BATCH=scaled is not None,
-        TOKENS=TOKENS,
+        BEGIN=scaled is not None,
+        TOKENS=scaled.squares.shape[1] if scaled is not None else 1,
         SCALE=scaled.scale if scaled is not None else 1.0,
     )
 

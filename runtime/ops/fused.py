@@ -15,7 +15,7 @@ from runtime.ops.configs import Kernel, Tile, tile_for
 from runtime.ops.embed import embed, embed_blocks
 from runtime.ops.fp8 import Fp8
 from runtime.ops.lowbit import TILE_ROWS, LowBit
-from runtime.ops.lowbit_linear import lowbit_linear, lowbit_tile
+from runtime.ops.lowbit_linear import begun_token, lowbit_linear, lowbit_tile
 from runtime.ops.norm_gate_up import norm_gate_up
 from runtime.ops.norm_linear import norm_linear
 from runtime.ops.proj_residual import proj_residual
@@ -27,8 +27,9 @@ class FusedOps:
     proj_residual).
 
     Every call writes into a workspace made at the first step of a batch size and returns it: a result lives until the same
-    call's turn in the next layer. Between norm_qkv_rope and attention pass the raw float32 sums of q, k and v; of a batch, the
-    launch that makes x also leaves what the next norm needs (`Scaled`), which only that norm, of that x, takes up.
+    call's turn in the next layer. Between norm_qkv_rope and attention pass the raw float32 sums of q, k and v; of a batch, and
+    of one row with INT4 weights, the launch that makes x also leaves what the next norm needs (`Scaled`), which only that
+    norm, of that x, takes up.
 
     Attributes:
         pdl: programmatic dependent launch. The embedding and the launch after it go without the attribute, so that rows.slots
@@ -58,11 +59,14 @@ class FusedOps:
         self._scaled: dict[tuple[object, ...], Scaled] = {}
         self._in_norm: tuple[Tensor, Tensor, Scaled]
 
-    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor) -> tuple[Tensor, Rows]:
+    def embed(
+        self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor, next_proj: Linear
+    ) -> tuple[Tensor, Rows]:
         batch, width = len(slot_of_row), table.shape[1]
         x = self._buffer("embedded", (batch, width), table)
         rows = Rows(*(self._buffer(name, (batch,), slot_of_row) for name in ("slots", "positions")))
-        scaled = self._begin_norm(x, next_norm, "embed", embed_blocks(width)) if batch > 1 else None
+        begins = batch > 1 or isinstance(next_proj.weight, LowBit)
+        scaled = self._begin_norm(x, next_norm, "embed", embed_blocks(width)) if begins else None
         embed(slot_of_row, state, table, x, rows, next_norm, scaled)
         return x, rows
 
@@ -91,7 +95,7 @@ class FusedOps:
         first, second = (self._buffer(name, tuple(x.shape), x) for name in ("x", "other x"))
         out = second if x is first else first
         if isinstance(proj.weight, LowBit):
-            return self._lowbit(a, proj, out, residual=x, next_norm=next_norm)
+            return self._lowbit(a, proj, out, next_norm=next_norm, residual=x)
         tile = self._tile("proj_residual", a, proj)
         blocks = -(-proj.weight.shape[0] // tile.rows)
         cells = blocks * tile.splits * tile.rows * TOKENS if len(a) > 1 and tile.splits > 1 else 1
@@ -106,7 +110,8 @@ class FusedOps:
         if isinstance(gate_up.weight, LowBit):
             return self._lowbit(x, gate_up, out, norm=norm, eps=eps, gated=True)
         tile = self._tile("norm_gate_up", x, gate_up)
-        return norm_gate_up(x, norm, self._begun(x, norm), gate_up, eps, out, tile, self.pdl, self.interpreted)
+        begun = self._begun(x, norm) if len(x) > 1 else None
+        return norm_gate_up(x, norm, begun, gate_up, eps, out, tile, self.pdl, self.interpreted)
 
     def norm_lm_head(self, x: Tensor, norm: Tensor, lm_head: Linear, eps: float) -> Tensor:
         out = self._buffer("logits", (len(x), lm_head.weight.shape[0]), x, torch.float32)
@@ -116,7 +121,8 @@ class FusedOps:
         if isinstance(linear.weight, LowBit):
             return self._lowbit(x, linear, out, norm=norm, eps=eps, full_edge=full_edge)
         tile = self._tile("norm_linear", x, linear)
-        return norm_linear(x, norm, self._begun(x, norm), linear, eps, out, tile, self.pdl, self.interpreted, full_edge)
+        begun = self._begun(x, norm) if len(x) > 1 else None
+        return norm_linear(x, norm, begun, linear, eps, out, tile, self.pdl, self.interpreted, full_edge)
 
     def _lowbit(
         self,
@@ -124,37 +130,35 @@ class FusedOps:
         linear: Linear,
         out: Tensor,
         norm: Tensor | None = None,
-        residual: Tensor | None = None,
         next_norm: Tensor | None = None,
         **how: Any,
     ) -> Tensor:
-        """Any of the projections with weights of 8 or 4 bits; `how`: further arguments of `lowbit_linear`."""
+        """Any of the projections with INT4 weights; `how`: further arguments of `lowbit_linear`."""
         weight = linear.weight
         assert isinstance(weight, LowBit)
-        tile = lowbit_tile(weight, len(x), how.get("gated", False), residual is not None)
-        how |= {"norm": norm, "residual": residual, "next_norm": next_norm}
-        if len(x) > 1 and norm is not None:
+        tile = lowbit_tile(weight, len(x), how.get("gated", False))
+        programs = -(-len(weight.tiles) // tile.blocks)
+        if norm is not None:
             how["scaled"] = self._begun(x, norm)
-        if len(x) > 1 and next_norm is not None:
-            programs = -(-len(weight.tiles) // tile.blocks)
-            cells = programs * tile.splits * tile.blocks * TILE_ROWS * TOKENS if tile.splits > 1 else 1
-            how["next_scaled"] = self._begin_norm(out, next_norm, "proj_residual", programs)
+        if next_norm is not None:
+            how |= {"next_norm": next_norm, "next_scaled": self._begin_norm(out, next_norm, "proj_residual", programs)}
+        if tile.splits > 1:
+            cells = programs * tile.splits * tile.blocks * TILE_ROWS * TOKENS
             how["partial"] = self._buffer("partial", (cells,), x, torch.float32)
             how["counter"] = self._buffer("counter", (programs,), x, torch.int32)
         return lowbit_linear(x, linear, out, tile, self.pdl, self.interpreted, **how)
 
     def _begin_norm(self, x: Tensor, norm: Tensor, by: str, blocks: int) -> Scaled:
         """Where the launch that makes x, in `blocks` blocks, begins the norm that comes next."""
-        key = (by, blocks, x.shape[1], x.dtype)
+        key = (by, blocks, x.shape[1], x.dtype, len(x) > 1)
         if key not in self._scaled:
-            self._scaled[key] = Scaled.make(x.shape[1], x.dtype, x.device, blocks)
+            make = Scaled.make if len(x) > 1 else begun_token
+            self._scaled[key] = make(x.shape[1], x.dtype, x.device, blocks)
         self._in_norm = (x, norm, self._scaled[key])
         return self._scaled[key]
 
-    def _begun(self, x: Tensor, norm: Tensor) -> Scaled | None:
-        """What the launch that made x left of this norm; None for one row, which norms by itself."""
-        if len(x) == 1:
-            return None
+    def _begun(self, x: Tensor, norm: Tensor) -> Scaled:
+        """What the launch that made x left of this norm."""
         made, begun, scaled = self._in_norm
         assert made is x
         assert begun is norm

@@ -1,16 +1,17 @@
-"""Owns the products with weights of 8 and 4 bits: the three projections of a layer, and the LM head where it is asked for.
+"""Owns the products with INT4 weights: the three projections of a layer, and the LM head where it is asked for.
 
 Does not own how the weights lie in memory (lowbit) or what the dense kernels share (_gemv).
 
 A conversion for each weight and a multiplication for each weight are more than a GPU can issue while memory delivers them. So
 the tensor cores multiply, for one token too: a lane's 16 bytes of weights become its operands by a few logical operations on
-pairs of weights, and the token is the other operand. FP8 operands are 2^-120 of the weights, so x is taken times 2^90 and the
-sum times 2^30; INT4 operands are 128 + code, and what is too much is taken off by a second product, of a constant.
+pairs of weights, and the token is the other operand, eight times over. For one token even taking 8 off the codes is left to
+them, as a product of a constant; in a batch, where a weight is converted once for all tokens, it is taken off each pair.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from runtime.ops import Linear
@@ -26,355 +27,278 @@ from runtime.ops._gemv import (
     wait_for_previous,
 )
 from runtime.ops._triton import tl, triton
-from runtime.ops.lowbit import TILE_WIDTH, LowBit, fp8_values, int4_values
+from runtime.ops.lowbit import TILE_WIDTH, LowBit
 
 COLUMNS = 8
 """Token columns of the smallest tensor core product: one token fills them all."""
 
+RAISED = {torch.bfloat16: 2.0**100}
+"""By how much one token is scaled: as operands its weights are next to the type's smallest number."""
+
+SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
+"""The smallest number of a type, which a code of 1 is for `_codes`."""
+
 FEW_PROGRAMS = 192
-"""Programs below which a projection of a batch splits its in features: an H200 has 132 SMs."""
+"""Programs below which a batch splits the in features: an H200 has 132 SMs."""
+
+CODES = tl.constexpr("""{
+    .reg .b32 a; shr.b32 a, $4, 8;
+    and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0; and.b32 $2, a, 0x000f000f; and.b32 $3, a, 0x00f000f0;
+}""")
+
+CENTERED = """{{
+    .reg .b32 a, b, c, e; shr.b32 a, $4, 4; shr.b32 b, $4, 8; shr.b32 c, $4, 12; mov.b32 e, {eight};
+    lop3.b32 $0, $4, 0x000f000f, {zero}, 0xea; sub.rn.{type} $0, $0, e;
+    lop3.b32 $1, a, 0x000f000f, {zero}, 0xea; sub.rn.{type} $1, $1, e;
+    lop3.b32 $2, b, 0x000f000f, {zero}, 0xea; sub.rn.{type} $2, $2, e;
+    lop3.b32 $3, c, 0x000f000f, {zero}, 0xea; sub.rn.{type} $3, $3, e;
+}}"""
+BF16_CENTERED = tl.constexpr(CENTERED.format(zero="0x43004300", eight="0x43084308", type="bf16x2"))  # 128 + code, less 136
+FP16_CENTERED = tl.constexpr(CENTERED.format(zero="0x64006400", eight="0x64086408", type="f16x2"))  # 1024 + code, less 1032
 
 
 @triton.jit
-def _fp8_operands(words):
-    """fp8_values of two words at a time, as pairs of bfloat16."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b;
-        and.b32 $0, $2, 0x87f087f0;
-        shl.b32 a, $2, 4;
-        shr.b32 b, $2, 4;
-        and.b32 b, b, 0x07000700;
-        lop3.b32 $1, a, 0x80f080f0, b, 0xea;
-        }""",
-        "=r,=r,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
+def _operands(words, ASM: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """What the assembly makes of the words for each of four operands, two words at a time."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2
     )
+    a, b = a.to(DOT_DTYPE, bitcast=True), b.to(DOT_DTYPE, bitcast=True)
+    return a, b, c.to(DOT_DTYPE, bitcast=True), d.to(DOT_DTYPE, bitcast=True)
 
 
 @triton.jit
-def _int4_operands(words):
-    """int4_values of two words at a time, as pairs of bfloat16."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 a, b, c;
-        shr.b32 a, $4, 4;
-        shr.b32 b, $4, 8;
-        shr.b32 c, $4, 12;
-        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $2, b, 0x000f000f, 0x43004300, 0xea;
-        lop3.b32 $3, c, 0x000f000f, 0x43004300, 0xea;
-        }""",
-        "=r,=r,=r,=r,r",
-        [words],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@triton.jit
-def _operands(words, FP8: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """What the words hold for each operand, in DOT_DTYPE; FP8 times 2^-120 if that is bfloat16."""
-    if tl.bfloat16 == DOT_DTYPE:
-        parts = _fp8_operands(words) if FP8 else _int4_operands(words)
-    elif FP8:
-        a, b = fp8_values(words)
-        parts = ((a * 1.329227995784916e36).to(DOT_DTYPE), (b * 1.329227995784916e36).to(DOT_DTYPE))
+def _codes(words, DOT_DTYPE: tl.constexpr):
+    """The words' codes for each of four operands, the second and fourth times 16; of types of 2 bytes, times their smallest
+    number: below and just above the smallest normal number a type's values are as far apart as integers."""
+    if tl.float32 == DOT_DTYPE:
+        w = words.to(tl.int32)
+        low, high = (w & 0xFF).to(tl.float32), ((w >> 8) & 0xFF).to(tl.float32)
+        a, c = (w & 0xF).to(tl.float32), ((w >> 8) & 0xF).to(tl.float32)
+        parts = (a, low - a, c, high - c)
     else:
-        a, b, c, d = int4_values(words)
-        parts = (a.to(DOT_DTYPE), b.to(DOT_DTYPE), c.to(DOT_DTYPE), d.to(DOT_DTYPE))
+        parts = _operands(words, CODES, DOT_DTYPE)
     return parts
 
 
 @triton.jit
-def _settle(x, DOT_DTYPE: tl.constexpr):
-    """x, made here and nowhere else: Triton would move a change of layout before its making and make it eight times over."""
-    if tl.bfloat16 == DOT_DTYPE:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
-    return x
+def _centered(words, DOT_DTYPE: tl.constexpr):
+    """The words' codes less 8 for each of four operands."""
+    if tl.float32 == DOT_DTYPE:
+        a, b, c, d = _codes(words, DOT_DTYPE)
+        parts = (a - 8.0, b / 16.0 - 8.0, c - 8.0, d / 16.0 - 8.0)
+    elif tl.bfloat16 == DOT_DTYPE:
+        parts = _operands(words, BF16_CENTERED, DOT_DTYPE)
+    else:
+        parts = _operands(words, FP16_CENTERED, DOT_DTYPE)
+    return parts
 
 
 @triton.jit
-def _operand(part, G: tl.constexpr, S: tl.constexpr, BLOCKS: tl.constexpr, KS: tl.constexpr):
-    """One operand's values in the order of `_load_tiles` -> `[G * KS, 16 * BLOCKS, 16 * S]`; no value leaves its lane."""
-    part = tl.reshape(part, [G, S, BLOCKS, KS, 8, 4, 2, 2, 2])
-    return tl.reshape(tl.permute(part, (0, 3, 2, 7, 4, 1, 6, 5, 8)), [G * KS, 16 * BLOCKS, 16 * S])
-
-
-@triton.jit
-def _load_tiles(
-    tiles_ptr,
-    step,
-    far,
-    G: tl.constexpr,
-    S: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    NEAR: tl.constexpr,
-    KS: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """The words of one step: BLOCKS blocks of rows, NEAR of them next to each other and the next NEAR `far` blocks on; KS
-    warps; for each G groups of S tiles. Past the end of a row its last tile is read again, and x is zero there."""
-    i = tl.arange(0, G * S * BLOCKS * KS * 256)
-    warp = i // 256 % KS
-    block = i // (256 * KS) % BLOCKS
-    tile = (step * (G * KS) + i // (256 * KS * BLOCKS * S) * KS + warp) * S + i // (256 * KS * BLOCKS) % S
-    if WIDE % (G * KS * S):
-        tile = tl.minimum(tile, WIDE - 1)
-    at = (block % NEAR + block // NEAR * far) * (WIDE * 256) + tile * 256 + i % 256
-    return tl.load(tiles_ptr + at, eviction_policy="evict_first")
-
-
-@triton.jit
-def _load_scales(scales_ptr, group, far, BLOCKS: tl.constexpr, NEAR: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales or zeros `[groups, 16 * BLOCKS]` of some groups."""
-    r = tl.arange(0, 16 * BLOCKS)
-    block = r // 16 % NEAR + r // (16 * NEAR) * far
-    return tl.load(scales_ptr + tl.minimum(group, GROUPS - 1)[:, None] * 16 + (block * (GROUPS * 16) + r % 16)[None, :])
-
-
-@triton.jit
-def _in_features(step, j, G: tl.constexpr, S: tl.constexpr, KS: tl.constexpr, OPERANDS: tl.constexpr):
-    """The in features that operand j of one step is made of, `[G * KS, 16 * S]`."""
-    c = tl.arange(0, 16 * S)
-    tile = (step * (G * KS) + tl.arange(0, G * KS)[:, None]) * S + (c // 16)[None, :]
-    return tile * (16 * OPERANDS) + 16 * j + (c % 16)[None, :]
+def _load_step(
+    tiles_ptr, scales_ptr, zeros_ptr, step, far,
+    BLOCKS: tl.constexpr, NEAR: tl.constexpr, S: tl.constexpr, KS: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """What one step of the kernel for one token reads of each of BLOCKS blocks of rows, NEAR next to each other and the next
+    NEAR `far` on: S tiles, then HALVES scales `[KS, 16]`, then zeros. Past the end of a row: its last again; x is 0 there."""
+    i = tl.arange(0, KS * 256)
+    group = tl.arange(0, KS)
+    warp = i // 256
+    if (step + 1) * KS * S > WIDE:
+        group, warp = tl.minimum(group, WIDE // S - 1 - step * KS), tl.minimum(warp, WIDE // S - 1 - step * KS)
+    # What is the same for all steps comes first and constants last: those are part of the load.
+    tile_ptrs = tiles_ptr + warp * (S * 256) + i % 256
+    at = group[:, None] * (HALVES * 16) + tl.arange(0, 16)[None, :]
+    read = ()  # type: tuple[Any, ...]
+    for b in tl.static_range(BLOCKS):
+        block = b % NEAR + b // NEAR * far
+        for s in tl.static_range(S):
+            tile_at = block * (WIDE * 256) + (step * (KS * S) + s) * 256
+            read = read + (tl.load(tile_ptrs + tile_at, eviction_policy="evict_first"),)  # noqa: RUF005
+        for j in tl.static_range(HALVES if zeros_ptr is None else 2 * HALVES):
+            scale_ptrs = (scales_ptr if j < HALVES else zeros_ptr) + at
+            read = read + (tl.load(scale_ptrs + block * (GROUPS * 16) + (step * (KS * HALVES) + j % HALVES) * 16),)  # noqa: RUF005
+    return read
 
 
 @triton.jit
 def _finish(
-    sum, r, n, bias_ptr, residual_ptr, out_ptr, at, mask, HAS_BIAS: tl.constexpr, RESIDUAL: tl.constexpr, AXES: tl.constexpr
-):
-    """sum + bias + residual, in out's type, stored; `r` the rows, `at` where they go."""
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + r, mask=r < n, other=0.0).to(tl.float32)
-        sum += tl.expand_dims(bias, 1) if AXES == 2 else bias
-    if RESIDUAL:
+    sum, up, row, own, b, batch, n, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr,
+    GATED: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Store rows' sums `[rows, tokens]` with bias and residual, or silu(sum) * up. With a residual the next norm begins, as in
+    proj_residual: the rows times its weight are stored too, and each token's sum of squares over its `own` rows returned."""
+    at = b[None, :].to(tl.int64) * n + row[:, None]
+    mask = (b < batch)[None, :] & (row < n)[:, None]
+    if bias_ptr is not None:
+        sum += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        sum = sum / (1.0 + tl.exp(-sum)) * up
+    if residual_ptr is not None:
         sum += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     x = sum.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, x, mask=mask)
-    return x
+    x = x.to(tl.float32)
+    if residual_ptr is not None:
+        g = tl.load(norm_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        tl.store(scaled_ptr + at, (x * g * SCALE).to(out_ptr.dtype.element_ty), mask=mask)
+    return tl.sum(tl.where(mask & own[:, None], x * x, 0.0), 0)
 
 
-@triton.jit
-def _silu_mul(gate, up, r, n, bias_ptr, HAS_BIAS: tl.constexpr, AXES: tl.constexpr):
-    """silu(gate + its bias) * (up + its bias)."""
-    if HAS_BIAS:
-        gate_bias = tl.load(bias_ptr + r, mask=r < n, other=0.0).to(tl.float32)
-        up_bias = tl.load(bias_ptr + n + r, mask=r < n, other=0.0).to(tl.float32)
-        gate += tl.expand_dims(gate_bias, 1) if AXES == 2 else gate_bias
-        up += tl.expand_dims(up_bias, 1) if AXES == 2 else up_bias
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["batch", "n", "blocks"])
 def _lowbit_kernel(
-    x_ptr,
-    norm_ptr,
-    tiles_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    n,
-    eps,
-    IN: tl.constexpr,
-    WIDE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FP8: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    KS: tl.constexpr,
-    G: tl.constexpr,
-    S: tl.constexpr,
-    AHEAD: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, squares_ptr, tiles_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr,
+    out_squares_ptr, batch, n, blocks, eps,
+    IN: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, HALVES: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr,
+    RAISE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr, BLOCKS: tl.constexpr, S: tl.constexpr, KS: tl.constexpr,
+    AHEAD: tl.constexpr, COLUMNS: tl.constexpr, DOT_DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
-    OPERANDS: tl.constexpr = 2 if FP8 else 4
-    HALVES: tl.constexpr = 16 * OPERANDS // GROUP if GROUP > 0 and GROUP < 16 * OPERANDS else 1
-    STEPS: tl.constexpr = (WIDE + G * KS * S - 1) // (G * KS * S)
-    EVEN: tl.constexpr = IN == STEPS * G * KS * S * 16 * OPERANDS
-    SHRUNK: tl.constexpr = FP8 and tl.bfloat16 == DOT_DTYPE
+    OPERANDS: tl.constexpr = 4 // HALVES
+    STEPS: tl.constexpr = (WIDE + KS * S - 1) // (KS * S)
     NEAR: tl.constexpr = BLOCKS // 2 if GATED else BLOCKS
-    far = tl.num_programs(0) * NEAR
-    block = tl.program_id(0) * NEAR
+    HAS_ZEROS: tl.constexpr = zeros_ptr is not None
+    LOADS: tl.constexpr = S + HALVES * (2 if HAS_ZEROS else 1)
+    program = tl.program_id(0)
+    # Blocks of rows that the last two programs share get the same bits twice.
+    block = tl.minimum(program * NEAR, blocks - NEAR)
     tiles_ptr += block.to(tl.int64) * (WIDE * 256)
     scales_ptr += block * (GROUPS * 16)
-    zeros_ptr += block * (GROUPS * 16)
-
-    words = (_load_tiles(tiles_ptr, 0, far, G, S, BLOCKS, NEAR, KS, WIDE),)
-    for i in tl.static_range(1, AHEAD):
-        words = words + (_load_tiles(tiles_ptr, i, far, G, S, BLOCKS, NEAR, KS, WIDE),)  # type: ignore[assignment]  # noqa: RUF005
-    total = tl.zeros((G * KS, 16 * BLOCKS, COLUMNS), tl.float32)
-    squares = tl.zeros((G * KS, 16 * S), tl.float32)
-    constant = tl.full((G * KS, 16 * BLOCKS, 16 * S), 1.0 if HAS_ZEROS else -136.0, DOT_DTYPE)
+    if zeros_ptr is not None:
+        zeros_ptr += block * (GROUPS * 16)
+    read = ()  # type: tuple[Any, ...]
+    for step in tl.static_range(AHEAD):
+        read = read + _load_step(tiles_ptr, scales_ptr, zeros_ptr, step, blocks, BLOCKS, NEAR, S, KS, WIDE, GROUPS, HALVES)
     wait_for_previous(PDL)
+    total = ()  # type: tuple[Any, ...]
+    for _ in tl.static_range(BLOCKS):
+        total = total + (tl.zeros((KS, 16, COLUMNS), tl.float32),)  # noqa: RUF005
+    nothing = tl.zeros((KS, 16, COLUMNS), tl.float32)
+    # As `_codes` would make it of 1, or of -8. By its bits: compilers lose numbers so small.
+    constant = tl.full((KS, 16, 16), 1.0 if HAS_ZEROS else -8.0, DOT_DTYPE)
+    if tl.float32 != DOT_DTYPE:
+        constant = tl.full((KS, 16, 16), 1 if HAS_ZEROS else -0x7FF8, tl.int16).to(DOT_DTYPE, bitcast=True)
+    k = tl.arange(0, KS)[:, None] * (S * 64) + tl.arange(0, 16)[None, :]
     for step in tl.static_range(STEPS):
-        parts = _operands(words[0], FP8, DOT_DTYPE)
-        words = words[1:]  # type: ignore[assignment]
+        own = read[: BLOCKS * LOADS]
+        read = read[BLOCKS * LOADS :]
         if step + AHEAD < STEPS:
-            more = _load_tiles(tiles_ptr, step + AHEAD, far, G, S, BLOCKS, NEAR, KS, WIDE)
-            words = words + (more,)  # type: ignore[assignment]  # noqa: RUF005
+            at = step + AHEAD
+            read = read + _load_step(tiles_ptr, scales_ptr, zeros_ptr, at, blocks, BLOCKS, NEAR, S, KS, WIDE, GROUPS, HALVES)
         for half in tl.static_range(HALVES):
-            sums = tl.zeros((G * KS, 16 * BLOCKS, COLUMNS), tl.float32)
-            acc = total if GROUP == 0 else sums
-            for j in tl.static_range(half * OPERANDS // HALVES, (half + 1) * OPERANDS // HALVES):
-                k = _in_features(step, j, G, S, KS, OPERANDS)
-                inside = None if EVEN else k < IN
-                x = tl.load(x_ptr + k, mask=inside).to(tl.float32)
-                if not EVEN:
-                    x = tl.where(inside, x, 0.0)
-                if NORM:
-                    squares += x * x
-                    x *= tl.load(norm_ptr + k, mask=inside).to(tl.float32)
-                if not EVEN:
-                    x = tl.where(inside, x, 0.0)
-                if SHRUNK:
-                    x *= 1.2379400392853803e27
-                x = _settle(x.to(DOT_DTYPE), DOT_DTYPE)
-                x = tl.broadcast_to(x[:, :, None], [G * KS, 16 * S, COLUMNS])
+            # Of 16 in features, fewer than a warp has lanes: Triton loads x where the product wants it.
+            xs = ()  # type: tuple[Any, ...]
+            offset = nothing
+            for j in tl.static_range(OPERANDS * S):
+                at = step * (KS * S * 64) + j // OPERANDS * 64 + (half * OPERANDS + j % OPERANDS) * 16
+                if (step + 1) * KS * S * 64 > IN:
+                    x = tl.load(x_ptr + k + at, mask=k < IN - at, other=0.0)
+                else:
+                    x = tl.load(x_ptr + k + at)
+                x = x.to(DOT_DTYPE)
+                if RAISE != 1.0:
+                    x *= RAISE
+                x = tl.broadcast_to(x[:, :, None], [KS, 16, COLUMNS])
+                offset = tl.dot(constant, x, offset, input_precision="ieee")
+                xs = xs + (x,)  # noqa: RUF005
+            sums = ()  # type: tuple[Any, ...]
+            for i in tl.static_range(BLOCKS):
+                even = nothing if HAS_ZEROS else offset
+                odd = nothing
+                for s in tl.static_range(S):
+                    parts = _codes(own[i * LOADS + s], DOT_DTYPE)
+                    for j in tl.static_range(OPERANDS):
+                        part = tl.reshape(parts[half * OPERANDS + j], [KS, 8, 4, 2, 2, 2])  # g, lane t, half k, half row, pair
+                        w = tl.reshape(tl.permute(part, (0, 4, 1, 3, 2, 5)), [KS, 16, 16])
+                        if j % 2 == 0:
+                            even = tl.dot(w, xs[s * OPERANDS + j], even, input_precision="ieee")
+                        else:
+                            odd = tl.dot(w, xs[s * OPERANDS + j], odd, input_precision="ieee")
+                group_sum = even + odd * 0.0625
                 if HAS_ZEROS:
-                    sums = tl.dot(constant, x, sums, input_precision="ieee")
-                elif not FP8:
-                    acc = tl.dot(constant, x, acc, input_precision="ieee")
-                acc = tl.dot(_operand(parts[j], G, S, BLOCKS, KS), x, acc, input_precision="ieee")
-            if GROUP == 0:
-                total = acc
-            else:
-                group = (step * (G * KS) + tl.arange(0, G * KS)) * HALVES + half
-                if HAS_ZEROS:
-                    zeros = _load_scales(zeros_ptr, group, far, BLOCKS, NEAR, GROUPS)
-                    acc -= (128.0 + zeros.to(tl.float32))[:, :, None] * sums
-                scales = _load_scales(scales_ptr, group, far, BLOCKS, NEAR, GROUPS)
-                total += acc * scales.to(tl.float32)[:, :, None]
+                    group_sum -= own[i * LOADS + S + HALVES + half].to(tl.float32)[:, :, None] * offset
+                scale = own[i * LOADS + S + half].to(tl.float32)
+                sums = sums + (total[i] + group_sum * scale[:, :, None],)  # noqa: RUF005
+            total = sums
 
-    sum = tl.max(tl.sum(total, 0), 1)  # the columns are equal
-    if GROUP == 0:
-        r = tl.arange(0, 16 * BLOCKS)
-        sum *= tl.load(scales_ptr + (r // 16 % NEAR + r // (16 * NEAR) * far) * 16 + r % 16)
-    if SHRUNK:
-        sum *= 1073741824.0
-    if NORM:
-        sum *= tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / IN + eps)
-    r = block * 16 + tl.arange(0, 16 * NEAR)
-    if GATED:
-        gate, up = tl.split(tl.trans(tl.reshape(sum, [2, 16 * NEAR])))
-        tl.store(out_ptr + r, _silu_mul(gate, up, r, n, bias_ptr, HAS_BIAS, 1).to(out_ptr.dtype.element_ty), mask=r < n)
-    else:
-        _finish(sum, r, n, bias_ptr, residual_ptr, out_ptr, r, r < n, HAS_BIAS, RESIDUAL, 1)
+    b = tl.arange(0, 1)
+    factor = tl.full((1,), 1.0 / UNIT, tl.float32)
+    if PARTS > 0:
+        factor *= inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, 1.0)
+    squares = tl.zeros((1,), tl.float32)
+    for i in tl.static_range(NEAR):
+        sum = tl.sum(tl.max(total[i], 2), 0)[:, None] * factor[None, :]  # the columns are equal
+        up = tl.sum(tl.max(total[BLOCKS - NEAR + i], 2), 0)[:, None] * factor[None, :] if GATED else sum
+        row = (block + i) * 16 + tl.arange(0, 16)
+        squares += _finish(
+            *(sum, up, row, row >= program * (NEAR * 16), b, batch, n),
+            *(bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr, GATED, SCALE),
+        )
+    if residual_ptr is not None:
+        tl.store(out_squares_ptr + program + b, squares)
 
 
 @triton.jit(do_not_specialize=["batch", "n", "blocks"])
 def _lowbit_batch_kernel(
-    x_ptr,
-    squares_ptr,
-    tiles_ptr,
-    scales_ptr,
-    zeros_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    norm_ptr,
-    scaled_ptr,
-    out_squares_ptr,
-    partial_ptr,
-    counter_ptr,
-    batch,
-    n,
-    blocks,
-    eps,
-    IN: tl.constexpr,
-    WIDE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    FP8: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    S: tl.constexpr,
-    SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, squares_ptr, tiles_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr,
+    out_squares_ptr, partial_ptr, counter_ptr, batch, n, blocks, eps,
+    IN: tl.constexpr, WIDE: tl.constexpr, GROUPS: tl.constexpr, HALVES: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr,
+    GATED: tl.constexpr, BLOCKS: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, DOT_DTYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     let_next_start(PDL)
-    OPERANDS: tl.constexpr = 2 if FP8 else 4
-    HALVES: tl.constexpr = 16 * OPERANDS // GROUP if GROUP > 0 and GROUP < 16 * OPERANDS else 1
-    STEPS: tl.constexpr = (WIDE + S - 1) // S
-    EVEN: tl.constexpr = IN == STEPS * S * 16 * OPERANDS
+    OPERANDS: tl.constexpr = 4 // HALVES
+    STEPS: tl.constexpr = WIDE // S
     SHARE: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
-    SHRUNK: tl.constexpr = FP8 and tl.bfloat16 == DOT_DTYPE
     NEAR: tl.constexpr = BLOCKS // 2 if GATED else BLOCKS
     program, split = tl.program_id(0), tl.program_id(1)
-    # Blocks of rows that the last two programs share get the same bits twice.
-    block = tl.minimum(program * NEAR, tl.maximum(blocks - NEAR, 0))
+    block = tl.minimum(program * NEAR, blocks - NEAR)
     tiles_ptr += block.to(tl.int64) * (WIDE * 256)
     scales_ptr += block * (GROUPS * 16)
-    zeros_ptr += block * (GROUPS * 16)
+    if zeros_ptr is not None:
+        zeros_ptr += block * (GROUPS * 16)
     if AHEAD > 0:
         i = tl.arange(0, BLOCKS * AHEAD)
         near = i // AHEAD % NEAR + i // AHEAD // NEAR * blocks
         prefetch(tiles_ptr + near * (WIDE * 256) + tl.minimum(split * SHARE * S * 256 + i % AHEAD * 64, WIDE * 256 - 1), PDL)
     wait_for_previous(PDL)
     b = tl.arange(0, TOKENS)
-    live = b < batch
-    total = tl.zeros((16 * BLOCKS, TOKENS), tl.float32)
-    constant = tl.full((16 * BLOCKS, 16 * S), 1.0 if HAS_ZEROS else -136.0, DOT_DTYPE)
-    c = tl.arange(0, 16 * S)
-    for step in tl.range(split * SHARE, tl.minimum(split * SHARE + SHARE, STEPS), num_stages=STAGES):
-        words = _load_tiles(tiles_ptr, step, blocks, 1, S, BLOCKS, NEAR, 1, WIDE)
-        parts = _operands(words, FP8, DOT_DTYPE)
-        for half in tl.static_range(HALVES):
-            sums = tl.zeros((16 * BLOCKS, TOKENS), tl.float32)
-            acc = total if GROUP == 0 else sums
-            for j in tl.static_range(half * OPERANDS // HALVES, (half + 1) * OPERANDS // HALVES):
-                k = (step * S + c // 16) * (16 * OPERANDS) + 16 * j + c % 16
-                mask = live[None, :] if EVEN else live[None, :] & (k < IN)[:, None]
-                x = tl.load(x_ptr + b[None, :] * IN + k[:, None], mask=mask, other=0.0)
-                if SHRUNK:
-                    x = x.to(tl.float32) * 1.2379400392853803e27
-                x = x.to(DOT_DTYPE)
-                if HAS_ZEROS:
-                    sums = tl.dot(constant, x, sums, input_precision="ieee")
-                elif not FP8:
-                    acc = tl.dot(constant, x, acc, input_precision="ieee")
-                w = tl.reshape(_operand(parts[j], 1, S, BLOCKS, 1), [16 * BLOCKS, 16 * S])
-                acc = tl.dot(w, x, acc, input_precision="ieee")
-            if GROUP == 0:
-                total = acc
-            else:
-                group = tl.zeros((1,), tl.int32) + step * HALVES + half
-                if HAS_ZEROS:
-                    zeros = tl.reshape(_load_scales(zeros_ptr, group, blocks, BLOCKS, NEAR, GROUPS), [16 * BLOCKS])
-                    acc -= (128.0 + zeros.to(tl.float32))[:, None] * sums
-                scales = tl.reshape(_load_scales(scales_ptr, group, blocks, BLOCKS, NEAR, GROUPS), [16 * BLOCKS])
-                total += acc * scales.to(tl.float32)[:, None]
-
     r = tl.arange(0, 16 * BLOCKS)
-    if GROUP == 0:
-        total *= tl.load(scales_ptr + (r // 16 % NEAR + r // (16 * NEAR) * blocks) * 16 + r % 16)[:, None]
-    if SHRUNK:
-        total *= 1073741824.0
+    i = tl.arange(0, S * BLOCKS * 256)
+    far = r // 16 % NEAR + r // (16 * NEAR) * blocks
+    tile_at = i // 256 % BLOCKS % NEAR + i // 256 % BLOCKS // NEAR * blocks
+    tile_at = tile_at * (WIDE * 256) + i // (256 * BLOCKS) * 256 + i % 256
+    scale_at = (far * (GROUPS * 16) + r % 16)[:, None] + tl.arange(0, HALVES)[None, :] * 16
+    c = tl.arange(0, 16 * OPERANDS * S)
+    total = tl.zeros((16 * BLOCKS, TOKENS), tl.float32)
+    ones = tl.full((16 * BLOCKS, 16 * OPERANDS * S), 1.0, DOT_DTYPE)
+    # Scales are too small to be copied as tiles are, in the background: each step reads those of the next.
+    next_scales = tl.load(scales_ptr + scale_at + tl.minimum(split * SHARE, STEPS - 1) * (HALVES * 16))
+    for step in tl.range(split * SHARE, tl.minimum(split * SHARE + SHARE, STEPS), num_stages=STAGES):
+        scales = next_scales
+        next_scales = tl.load(scales_ptr + scale_at + tl.minimum(step + 1, STEPS - 1) * (HALVES * 16))
+        parts = _centered(tl.load(tiles_ptr + tile_at + step * (S * 256), eviction_policy="evict_first"), DOT_DTYPE)
+        for half in tl.static_range(HALVES):
+            k = step * (64 * S) + half * (16 * OPERANDS) + c
+            mask = (b < batch)[None, :] & (k < IN)[:, None] if IN % (64 * S) else (b < batch)[None, :]
+            x = tl.load(x_ptr + b[None, :] * IN + k[:, None], mask=mask, other=0.0).to(DOT_DTYPE)
+            scale = tl.reshape(scales, [16 * BLOCKS]) if HALVES == 1 else tl.split(scales)[half]
+            w = tl.join(parts[half * OPERANDS], parts[half * OPERANDS + 1])
+            if HALVES == 1:
+                w = tl.join(w, tl.join(parts[2], parts[3]))
+            # tile, block, g, lane t, half k, half row, pair, operand's two bits -> rows, in features
+            w = tl.reshape(w, [S, BLOCKS, 8, 4, 2, 2, 2, 2, OPERANDS // 2])
+            w = tl.reshape(tl.permute(w, (1, 5, 2, 0, 8, 7, 4, 3, 6)), [16 * BLOCKS, 16 * OPERANDS * S])
+            acc = tl.dot(w, x, input_precision="ieee")
+            if zeros_ptr is not None:
+                sums = tl.dot(ones, x, input_precision="ieee")
+                zeros = tl.load(zeros_ptr + far * (GROUPS * 16) + r % 16 + (step * HALVES + half) * 16)
+                acc -= (zeros.to(tl.float32) - 8.0)[:, None] * sums
+            total += acc * scale.to(tl.float32)[:, None]
+
     if PARTS > 0:
         total *= inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, SCALE)[None, :]
     last = True
@@ -391,80 +315,69 @@ def _lowbit_batch_kernel(
                 total += tl.load(partial_ptr + part * (16 * BLOCKS * TOKENS) + cell, cache_modifier=".cg")
             tl.store(counter_ptr + program, 0)
     if last:
-        row = block * 16 + tl.arange(0, 16 * NEAR)
-        at = b[None, :].to(tl.int64) * n + row[:, None]
-        mask = live[None, :] & (row < n)[:, None]
         if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(total, [2, 16 * NEAR, TOKENS]), (1, 2, 0)))
-            tl.store(out_ptr + at, _silu_mul(gate, up, row, n, bias_ptr, HAS_BIAS, 2).to(out_ptr.dtype.element_ty), mask=mask)
+            sum, up = tl.split(tl.permute(tl.reshape(total, [2, 16 * NEAR, TOKENS]), (1, 2, 0)))
         else:
-            x = _finish(total, row, n, bias_ptr, residual_ptr, out_ptr, at, mask, HAS_BIAS, RESIDUAL, 2)
-        if RESIDUAL:
-            # The next norm begins here, as in proj_residual.
-            x = x.to(tl.float32)
-            g = tl.load(norm_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-            tl.store(scaled_ptr + at, (x * g * SCALE).to(out_ptr.dtype.element_ty), mask=mask)
-            own = ((row >= program * (16 * NEAR)) & (row < n))[:, None]
-            tl.store(out_squares_ptr + program * TOKENS + b, tl.sum(tl.where(own, x * x, 0.0), 0))
+            sum, up = total, total
+        row = block * 16 + tl.arange(0, 16 * NEAR)
+        squares = _finish(
+            *(sum, up, row, row >= program * (NEAR * 16), b, batch, n),
+            *(bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr, GATED, SCALE),
+        )
+        if residual_ptr is not None:
+            tl.store(out_squares_ptr + program * TOKENS + b, squares)
 
 
 @dataclass(frozen=True)
 class LowBitTile:
-    """How a product is cut. One token: each of a block's `warps` walks in features of its own, `groups` scale groups at a time,
-    and asks for the first `ahead` such steps before the wait. A batch: its blocks pipeline their loads in `stages`.
+    """How a product is cut. One token: each of a program's `warps` takes scale groups of its own, and asks for the first
+    `ahead` of them before the wait. A batch: all warps take a scale group together, `stages` groups being on their way.
 
     Attributes:
         blocks: of 16 rows, that one program takes (for gate and up, of both together).
-        tiles: that one step takes, of a scale group.
-        splits: programs that share a row's in features; batches, with a residual.
-        ahead: steps; batches: lines of 128 bytes of each block of rows, fetched to L2 before the wait.
+        registers: a thread's at most, so that more programs fit beside each other; None: as many as the compiler wants.
+        splits: programs that share a row's in features; batches only.
+        ahead: groups; batches: lines of 128 bytes of each block of rows, fetched to L2 before the wait, a power of two or 0.
     """
 
     blocks: int
     warps: int
-    tiles: int
-    groups: int = 1
-    ahead: int = 1
+    ahead: int
+    registers: int | None = None
     stages: int = 1
     splits: int = 1
 
 
-def lowbit_tile(weight: LowBit, batch: int, gated: bool = False, residual: bool = False) -> LowBitTile:
-    """The rule for every shape. One token: 8 warps, as much of a row at a time as registers hold. A batch: 64 rows, so that
-    wgmma takes them, and splits where that makes too few programs."""
-    blocks, wide = weight.tiles.shape[:2]
-    tiles = max(1, weight.group // TILE_WIDTH[weight.format]) if weight.group else 4
-    if batch > 1:
-        per_program = 4
-        while per_program > (2 if gated else 1) and blocks < per_program:
-            per_program //= 2
-        splits = 1
-        while residual and splits < 4 and blocks // per_program * splits < FEW_PROGRAMS and wide // tiles >= 4 * splits:
-            splits *= 2
-        return LowBitTile(per_program, 4, tiles, ahead=4, stages=4, splits=splits)
-    made = _single_tile(weight, gated)
-    while made.warps > 1 and wide < made.warps * made.tiles:
-        made = replace(made, warps=made.warps // 2)
+def lowbit_tile(weight: LowBit, batch: int, gated: bool = False) -> LowBitTile:
+    """The rule for every shape. One token: 8 warps share a block of rows and ask for all of a row of 4096 in features at once.
+    A batch: 64 rows, so that wgmma takes them, and splits where that makes too few programs."""
+    blocks, steps = weight.tiles.shape[0], -(-weight.tiles.shape[1] // _tiles(weight))
+    if batch == 1:
+        warps = 8
+        while warps > steps:
+            warps //= 2
+        if gated:  # two programs beside each other; other formats would spill
+            plain = weight.group == 128 and weight.zeros is None
+            return LowBitTile(2, warps, 1, registers=128 if plain else None)
+        return LowBitTile(1, warps, min(4, -(-steps // warps)))
+    made = LowBitTile(4, 4, ahead=4, stages=4)
+    while made.blocks > (2 if gated else 1) and blocks < made.blocks:
+        made = replace(made, blocks=made.blocks // 2)
+    while made.splits < 4 and blocks // made.blocks * made.splits < FEW_PROGRAMS and steps >= 4 * made.splits:
+        made = replace(made, splits=made.splits * 2)
     return made
 
 
-def _single_tile(weight: LowBit, gated: bool) -> LowBitTile:
-    """What was fastest for rows of 4096 and of 11008 in features, H200, 2026-11-29, among 93 ways to cut the four projections
-    of a 7B model: few warps with long stretches of a row each."""
-    tile, wide = TILE_WIDTH[weight.format], weight.tiles.shape[1]
-    long = weight.shape[1] > 8192
-    if not weight.group:
-        tiles = 4 if gated or long else 16
-        while tiles > 1 and wide % tiles:
-            tiles //= 2
-        return (
-            LowBitTile(2, 4, tiles, ahead=2) if gated else LowBitTile(1, 8, tiles, ahead=3) if long else LowBitTile(1, 4, tiles)
-        )
-    per_group = max(1, weight.group // tile)
-    groups = 1 if gated else 2 if long else 4
-    while groups > 1 and wide < 4 * groups * per_group:
-        groups //= 2
-    return LowBitTile(2, 8, per_group, 1, ahead=2) if gated else LowBitTile(1, 4, per_group, groups, ahead=2)
+def _tiles(weight: LowBit) -> int:
+    """Tiles of a step: those of a scale group, or one that holds two of them."""
+    return max(1, weight.group // TILE_WIDTH)
+
+
+def begun_token(width: int, dtype: torch.dtype, device: torch.device, parts: int) -> Scaled:
+    """`Scaled.make` for one token, `[1, width]` and `[parts, 1]`, which is raised here and not by each block that reads it."""
+    x = torch.zeros((1, width), dtype=dtype, device=device)
+    squares = torch.zeros((triton.next_power_of_2(parts), 1), dtype=torch.float32, device=device)
+    return Scaled(x, squares, 2.0**-6 if dtype == torch.float16 else RAISED.get(dtype, 1.0))
 
 
 def lowbit_linear(
@@ -474,7 +387,6 @@ def lowbit_linear(
     tile: LowBitTile,
     pdl: bool,
     interpreted: bool = False,
-    norm: Tensor | None = None,
     scaled: Scaled | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
@@ -485,10 +397,9 @@ def lowbit_linear(
     gated: bool = False,
     full_edge: bool = False,
 ) -> Tensor:
-    """x `[B, in]` -> out `[B, N]` = linear(x), summed in float32, rounded once to out's type. With `norm [C]`, of RMSNorm(x) *
-    norm, for a batch as begun in `scaled`; with `residual [B, N]`, added to it, and for a batch `next_norm [C]` begun in
-    `next_scaled`; `gated`: silu of the first half of the rows times the second, `[B, N / 2]`. partial, counter, full_edge: as
-    in proj_residual and norm_linear.
+    """x `[B, in]` -> out `[B, N]` = linear(x), summed in float32, rounded once to out's type. With `scaled`, of the norm begun
+    there; with `residual [B, N]`, added to it, and `next_norm [C]` begun in `next_scaled`; `gated`: silu of the first half of
+    the rows times the second, `[B, N / 2]`. partial, counter, full_edge: as in proj_residual and norm_linear.
 
     Bytes: the tiles and scales, once; x and out stay in L2. Torch twin: the op's, with `dense`.
     """
@@ -497,35 +408,33 @@ def lowbit_linear(
     all_blocks, wide = weight.tiles.shape[:2]
     blocks, n = (all_blocks // 2, weight.shape[0] // 2) if gated else (all_blocks, weight.shape[0])
     programs = triton.cdiv(blocks, tile.blocks // 2 if gated else tile.blocks)
+    begun = scaled if scaled is not None else next_scaled
     tensors = (
-        *(weight.tiles, weight.scales, weight.zeros if weight.zeros is not None else weight.scales),
-        *(linear.bias if linear.bias is not None else x, residual if residual is not None else x, out),
+        *((x, None) if scaled is None else (scaled.x, scaled.squares)),
+        *(weight.tiles, weight.scales, weight.zeros, linear.bias, residual, out),
+        *((None, None, None) if next_scaled is None else (next_norm, next_scaled.x, next_scaled.squares)),
     )
     shape: dict[str, Any] = {
         "IN": weight.shape[1],
         "WIDE": wide,
         "GROUPS": weight.scales.shape[1],
-        "FP8": weight.format == "fp8",
-        "GROUP": weight.group,
-        "HAS_ZEROS": weight.zeros is not None,
-        "HAS_BIAS": linear.bias is not None,
-        "RESIDUAL": residual is not None,
+        "HALVES": max(1, TILE_WIDTH // weight.group),
+        "PARTS": len(scaled.squares) if scaled is not None else 0,
+        "SCALE": begun.scale if begun is not None else 1.0,
         "GATED": gated,
         "BLOCKS": tile.blocks,
-        "S": tile.tiles,
+        "S": _tiles(weight),
         "AHEAD": tile.ahead,
         "DOT_DTYPE": dot_dtype(x.dtype, interpreted),
         "PDL": pdl,
+        "maxnreg": tile.registers,
     } | launch_options(tile.warps, tile.stages, pdl and not full_edge)
     if batch == 1:
-        shape |= {"NORM": norm is not None, "KS": tile.warps, "G": tile.groups, "COLUMNS": COLUMNS}
-        _lowbit_kernel[(programs,)](x, norm if norm is not None else x, *tensors, n, eps, **shape)
+        raised = scaled.scale if scaled is not None else 1.0 if interpreted else RAISED.get(x.dtype, 1.0)
+        unit = (1.0 if interpreted else SMALLEST.get(x.dtype, 1.0)) * raised
+        shape |= {"KS": tile.warps, "COLUMNS": COLUMNS, "RAISE": raised if scaled is None else 1.0, "UNIT": unit}
+        _lowbit_kernel[(programs,)](*tensors, batch, n, blocks, eps, **shape)
         return out
-    begun = scaled if scaled is not None else next_scaled
-    shape |= {"PARTS": len(scaled.squares) if scaled is not None else 0, "SCALE": begun.scale if begun is not None else 1.0}
     shape |= {"SPLITS": tile.splits, "STAGES": tile.stages, "TOKENS": TOKENS}
-    into = (x, x, x) if next_scaled is None else (next_norm, next_scaled.x, next_scaled.squares)
-    read = (x, x) if scaled is None else (scaled.x, scaled.squares)
-    scratch = (x if partial is None else partial, x if counter is None else counter)
-    _lowbit_batch_kernel[(programs, tile.splits)](*read, *tensors, *into, *scratch, batch, n, blocks, eps, **shape)
+    _lowbit_batch_kernel[(programs, tile.splits)](*tensors, partial, counter, batch, n, blocks, eps, **shape)
     return out

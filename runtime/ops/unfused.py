@@ -59,7 +59,9 @@ class UnfusedOps:
     def __init__(self) -> None:
         self._scratch: dict[tuple[int, int, int, int], AttentionScratch] = {}
 
-    def embed(self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor) -> tuple[Tensor, Rows]:
+    def embed(
+        self, slot_of_row: Tensor, state: SlotState, table: Tensor, next_norm: Tensor, next_proj: Linear
+    ) -> tuple[Tensor, Rows]:
         if not table.is_cuda:
             return embed_torch(slot_of_row, state, table)
         x = torch.empty((len(slot_of_row), table.shape[1]), dtype=table.dtype, device=table.device)

@@ -17,7 +17,7 @@ from models.quantized import AWQ_ORDER, settle_weights
 from runtime.errors import CheckpointError, ConfigError, UnsupportedModelError
 from runtime.kv_cache import KVCache
 from runtime.ops import lowbit
-from runtime.ops.lowbit import dense_torch, quantize
+from runtime.ops.lowbit import quantize
 from tests.checkpoints import tiny
 from tests.rule_n import play, random_ids
 
@@ -146,6 +146,7 @@ SCHEMES = {
     "compressed int4": (packed, 128, compressed({**INT4, "group_size": 128}, "pack-quantized")),
     "compressed int4 of 32": (packed, 32, compressed({**INT4, "group_size": 32}, "pack-quantized")),
     "gptq": (gptq, 128, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}),
+    "gptq of a whole row": (gptq, 0, {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": False}),
     "gptq of 64": (gptq, 64, {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}),
     "awq": (awq, 128, {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}),
 }
@@ -178,7 +179,8 @@ def test_a_quantized_checkpoint_is_read_code_by_code_and_agrees_with_hugging_fac
         (layer.gate_up_proj.weight, gate, slice(384, 768)),
     ):
         assert weight.format == decoder.weight_format
-        torch.testing.assert_close(dense_torch(weight)[rows], expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(weight.dense_torch()[rows], expected, rtol=1e-6, atol=0)
+    assert decoder.weight_bytes == find_model(str(tmp_path)).config.weight_bytes("float32", decoder.weight_format)
     agrees(decoder)
 
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from runtime.ops import Linear
+
 VOCAB = 32
 
 
@@ -28,7 +30,7 @@ class FakeModel:
         return rows
 
     def decode(self, slot_of_row, state, cache, ops):
-        ids, rows = ops.embed(slot_of_row, state, torch.arange(VOCAB)[:, None], torch.ones(1))
+        ids, rows = ops.embed(slot_of_row, state, torch.arange(VOCAB)[:, None], torch.ones(1), Linear(torch.ones(1, 1)))
         self.batches.append(rows.slots.tolist())
         for token, slot, position in zip(ids[:, 0].tolist(), rows.slots.tolist(), rows.positions.tolist(), strict=True):
             if slot >= 0:

@@ -130,7 +130,7 @@ def test_a_query_head_reads_the_kv_head_of_its_group(device, name, heads, kv_hea
         state.position.fill_(length - 1)
         nothing = torch.zeros(1, 256, dtype=torch.bfloat16, device=device)  # q and k are 0: every key weighs the same
         slots = torch.arange(batch, dtype=torch.int32, device=device)
-        x, rows = ops.embed(slots, state, nothing, layer.input_layernorm)
+        x, rows = ops.embed(slots, state, nothing, layer.input_layernorm, layer.qkv_proj)
         q = ops.norm_qkv_rope(x, layer.input_layernorm, layer.qkv_proj, layer.attention, rows, k, v)
         out = ops.attention(q, layer.attention, rows, k, v).view(batch, heads, d).float().cpu()
         group = torch.arange(heads).mul(kv_heads).div(heads, rounding_mode="floor") * (length - 1) / length

@@ -61,7 +61,7 @@ def played_step(
     """Triton launches, and names of torch's operations that run on the device, of one step in their order: the second step,
     since the first one makes its workspaces."""
     slots = torch.zeros(batch, dtype=torch.int32, device="meta")
-    with FakeTensorMode() as mode, torch.inference_mode(), _told() as told:
+    with FakeTensorMode() as mode, torch.inference_mode(), writing_down() as told:
         dtype = getattr(torch, shape.dtype)
         table = pieces(shape)
         weights = allocate(table, CUDA, dtype) if format == "bf16" else allocate_lowbit(table, format, stored, CUDA, dtype)
@@ -81,7 +81,8 @@ def _no_tables(rope: Any, head_dim: int, length: int, device: torch.device) -> t
 
 
 @contextmanager
-def _told() -> Iterator[list[Launch | str]]:
+def writing_down() -> Iterator[list[Launch | str]]:
+    """What launches and operations would have been, in place of them."""
     told: list[Launch | str] = []
 
     class Operations(TorchDispatchMode):

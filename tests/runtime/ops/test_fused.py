@@ -283,7 +283,7 @@ def test_embed_reads_each_slots_last_token_and_makes_idle_rows_of_done_slots(wid
     state.done[3] = 1
     table = random(9, width, dtype=torch.bfloat16)
     slots = torch.tensor([2, 3, -1, 0, 1], dtype=torch.int32, device=DEVICE)
-    x, rows = fused().embed(slots, state, table, table[0])
+    x, rows = fused().embed(slots, state, table, table[0], Linear(table))
     wanted, twin = embed_torch(slots, state, table)
     assert x.equal(wanted)
     assert rows.slots.equal(twin.slots)

@@ -4,6 +4,7 @@ Runs twice: as it is, and in Triton's interpreter (see test_interpreter), where 
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from runtime.ops import Linear
 from runtime.ops.fp8 import Fp8
 from runtime.ops.fused import FusedOps
-from runtime.ops.lowbit import FORMATS, LowBit, dense, dense_into, dense_torch, quantize, unpack
+from runtime.ops.lowbit import FORMATS, LowBit, dense, quantize
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -27,7 +28,7 @@ def lowbit(weight: torch.Tensor, format: str, group: int = 0) -> Fp8 | LowBit:
     made = (
         Fp8.empty(tuple(weight.shape), group, scratch)
         if format == "fp8"
-        else LowBit.empty(format, tuple(weight.shape), group, scratch, SCALES[format])
+        else LowBit.empty(tuple(weight.shape), group, scratch, SCALES[format])
     )
     for row in range(0, len(weight), 16):
         made[row : row + 16].copy_(weight[row : row + 16])
@@ -47,10 +48,10 @@ def test_what_is_packed_is_unpacked_again_and_dense_by_kernel_and_twin_alike(for
     weight = random(rows, width)
     made = lowbit(weight, format, group)
     codes, scales = quantize(weight.to(DEVICE), format, group, SCALES[format])
-    assert torch.equal(made.unpack() if format == "fp8" else unpack(made), codes)
+    assert torch.equal(made.unpack(), codes)
     values = codes.view(torch.float8_e4m3fn).float() if format == "fp8" else codes.float() - 8
     expected = values * scales.float().repeat_interleave(group or width, 1)[:, :width]
-    assert torch.equal(dense_torch(made), expected)
+    assert torch.equal(made.dense_torch(), expected)
     assert torch.equal(dense(made), expected)
     assert dense(made).data_ptr() == made.scratch.data_ptr()
 
@@ -59,7 +60,7 @@ def test_what_is_packed_is_unpacked_again_and_dense_by_kernel_and_twin_alike(for
 @pytest.mark.parametrize(("format", "group", "rows", "width"), SHAPES)
 def test_the_kernel_makes_the_same_matrix_as_its_twin(format, group, rows, width):
     made = lowbit(random(rows, width), format, group)
-    assert torch.equal(dense_into(torch.empty(made.shape, device=DEVICE), made), dense_torch(made))
+    assert torch.equal(made.dense_into(torch.empty(made.shape, device=DEVICE)), made.dense_torch())
 
 
 @needs_kernels
@@ -69,8 +70,8 @@ def test_every_fp8_code_comes_back_as_its_value_denormals_and_signed_zeros_too()
     made = Fp8.empty((16, 256), 0, torch.empty(16 * 256, device=DEVICE))
     made.fill(0, codes, torch.ones(16, 1, device=DEVICE))
     expected = codes.view(torch.float8_e4m3fn).float()
-    assert torch.equal(dense_torch(made), expected)
-    assert torch.equal(dense_into(torch.empty_like(expected), made), expected)
+    assert torch.equal(made.dense_torch(), expected)
+    assert torch.equal(made.dense_into(torch.empty_like(expected)), expected)
 
 
 @needs_kernels
@@ -78,16 +79,16 @@ def test_int4_zeros_of_their_own_are_taken_off_before_the_scale():
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (32, 128), generator=generator).to(torch.uint8)
     scales, zeros = torch.rand(32, 4, generator=generator).half(), torch.randint(0, 17, (32, 4), generator=generator)
-    made = LowBit.empty("int4", (32, 128), 32, torch.empty(32 * 128, device=DEVICE), torch.float16, zeros=True)
+    made = LowBit.empty((32, 128), 32, torch.empty(32 * 128, device=DEVICE), torch.float16, zeros=True)
     made.fill(0, codes.to(DEVICE), scales.to(DEVICE), zeros.to(DEVICE, torch.uint8))
     expected = (codes.float() - zeros.repeat_interleave(32, 1)) * scales.float().repeat_interleave(32, 1)
-    assert torch.equal(dense_torch(made).cpu(), expected)
-    assert torch.equal(dense_into(torch.empty(32, 128, device=DEVICE), made).cpu(), expected)
+    assert torch.equal(made.dense_torch().cpu(), expected)
+    assert torch.equal(made.dense_into(torch.empty(32, 128, device=DEVICE)).cpu(), expected)
 
 
 def test_fp8_rounds_to_the_nearest_and_the_largest_of_a_row_is_448():
     weight = random(64, 512)
-    made = dense_torch(lowbit(weight, "fp8")).cpu()
+    made = lowbit(weight, "fp8").dense_torch().cpu()
     scale = weight.abs().amax(1, keepdim=True) / 448
     step = torch.maximum(2.0 ** (weight.abs() / scale).log2().floor(), torch.tensor(2.0**-6)) / 8 * scale
     assert ((made - weight).abs() <= step / 2 * 1.0001).all()
@@ -96,7 +97,7 @@ def test_fp8_rounds_to_the_nearest_and_the_largest_of_a_row_is_448():
 
 def test_int4_rounds_to_the_nearest_and_the_number_furthest_from_zero_is_kept():
     weight = random(64, 512)
-    made = dense_torch(lowbit(weight, "int4", 128)).cpu().view(64, 4, 128)
+    made = lowbit(weight, "int4", 128).dense_torch().cpu().view(64, 4, 128)
     grouped = weight.view(64, 4, 128)
     furthest = grouped.abs().amax(2, keepdim=True)
     far = grouped.abs().argmax(2, keepdim=True)
@@ -111,7 +112,7 @@ def test_int4_rounds_to_the_nearest_and_the_number_furthest_from_zero_is_kept():
 def test_rows_of_zeros_and_of_denormals_stay_next_to_zero_and_finite(format):
     weight = random(16, 256)
     weight[3], weight[5], weight[7, 1:] = 0, 1e-41, 0
-    made = dense_torch(lowbit(weight, format, 64 if format == "int4" else 0)).cpu()
+    made = lowbit(weight, format, 64 if format == "int4" else 0).dense_torch().cpu()
     assert torch.equal(made[3], torch.zeros(256))
     assert (made[5].abs() <= 1e-38).all()
     assert torch.equal(made[7, 1:], torch.zeros(255))
@@ -138,7 +139,16 @@ def test_bytes_are_those_of_the_codes_and_scales():
 
 
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
-LAYER = [("fp8", 0), ("fp8", 128), ("int4", 128), ("int4", 64), ("int4", 32)]
+LAYER = [
+    ("fp8", 0, False),
+    ("fp8", 128, False),
+    *(("int4", group, zeros) for group in (128, 64, 32) for zeros in (False, True)),
+]
+
+
+def with_zeros(weight: LowBit) -> LowBit:
+    """The same codes, of which any from 0 to 16 stands for 0."""
+    return replace(weight, zeros=torch.randint_like(weight.scales, 17).to(torch.uint8))
 
 
 def close(ours, wanted):
@@ -150,23 +160,24 @@ def close(ours, wanted):
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("format", "group"), LAYER)
-def test_a_layers_projections_are_those_of_the_dense_weights(format, group, batch, dtype):
+@pytest.mark.parametrize(("format", "group", "zeros"), LAYER)
+def test_a_layers_projections_are_those_of_the_dense_weights(format, group, zeros, batch, dtype):
     torch.manual_seed(0)
     ops, c, f = FusedOps(DEVICE.type == "cuda", INTERPRETED), 128, 128
     x, a, norm = (torch.randn(*shape, device=DEVICE).to(dtype) for shape in ((batch, c), (batch, f), (c,)))
+    weights = (lowbit(random(*shape), format, group) for shape in ((c, f), (2 * f, c)))
     down, gate_up = (
-        Linear(lowbit(random(*shape), format, group), torch.randn(shape[0], device=DEVICE).to(dtype))
-        for shape in ((c, f), (2 * f, c))
+        Linear(with_zeros(weight) if zeros else weight, torch.randn(weight.shape[0], device=DEVICE).to(dtype))
+        for weight in weights
     )
     out = ops.proj_residual(a, down, x, norm)
-    once = x.float() + F.linear(a.float(), dense_torch(down.weight), down.bias.float())
+    once = x.float() + F.linear(a.float(), down.weight.dense_torch(), down.bias.float())
     close(out, once)
     first = out.clone()
     assert ops.proj_residual(a, down, x.clone(), norm).equal(first)  # counters are back at zero: the same launch, the same bits
     x = ops.proj_residual(a, down, x, norm)
     normed = F.rms_norm(x.float(), (c,), norm.float(), 1e-5)
-    gate, up = F.linear(normed, dense_torch(gate_up.weight), gate_up.bias.float()).chunk(2, -1)
+    gate, up = F.linear(normed, gate_up.weight.dense_torch(), gate_up.bias.float()).chunk(2, -1)
     close(ops.norm_gate_up(x, norm, gate_up, 1e-5), F.silu(gate) * up)
     logits = ops.norm_lm_head(x, norm, gate_up, 1e-5)
     assert logits.dtype == torch.float32
@@ -176,12 +187,13 @@ def test_a_layers_projections_are_those_of_the_dense_weights(format, group, batc
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [1, 2])
-def test_rows_and_in_features_that_tiles_do_not_divide_are_right(batch):
-    ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), torch.randn(batch, 100, device=DEVICE)
+@pytest.mark.parametrize(("format", "group", "width"), [("fp8", 0, 100), ("int4", 32, 96)])
+def test_rows_and_in_features_that_tiles_do_not_divide_are_right(format, group, width, batch):
+    ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), torch.randn(batch, width, device=DEVICE)
     residual = torch.randn(batch, 40, device=DEVICE)
-    weight = lowbit(random(40, 100), "fp8")
+    weight = lowbit(random(40, width), format, group)
     out = ops.proj_residual(x, Linear(weight), residual, torch.ones(40, device=DEVICE))
-    close(out, residual + x @ dense_torch(weight).t())
+    close(out, residual + x @ weight.dense_torch().t())
 
 
 @needs_kernels
