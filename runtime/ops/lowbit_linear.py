@@ -38,7 +38,7 @@ RAISED = {torch.bfloat16: 2.0**100}
 SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 """The smallest number of a type, which a code of 1 is for `_codes`."""
 
-FEW_PROGRAMS = 192
+FEW_PROGRAMS = 256
 """Programs below which a batch splits the in features: an H200 has 132 SMs."""
 
 CODES = tl.constexpr("""{
@@ -349,21 +349,22 @@ class LowBitTile:
 
 
 def lowbit_tile(weight: LowBit, batch: int, gated: bool = False) -> LowBitTile:
-    """The rule for every shape. One token: 8 warps share a block of rows and ask for all of a row of 4096 in features at once.
-    A batch: 64 rows, so that wgmma takes them, and splits where that makes too few programs."""
+    """The rule for every shape, from what was fastest for the products of Llama-2-7B (one token) and Llama-3.1-8B (16) on an
+    H200. One token: few warps where blocks of rows are many. A batch: 64 rows or 128, so that wgmma takes them, and splits
+    where that makes too few programs."""
     blocks, steps = weight.tiles.shape[0], -(-weight.tiles.shape[1] // _tiles(weight))
     if batch == 1:
-        warps = 8
+        warps = 8 if gated or steps > 32 else 4 if blocks >= 512 else 16
         while warps > steps:
             warps //= 2
         if gated:  # two programs beside each other; other formats would spill
             plain = weight.group == 128 and weight.zeros is None
             return LowBitTile(2, warps, 1, registers=128 if plain else None)
         return LowBitTile(1, warps, min(4, -(-steps // warps)))
-    made = LowBitTile(4, 4, ahead=4, stages=4)
+    made = LowBitTile(8, 8, ahead=4, stages=4) if blocks <= 256 and not gated else LowBitTile(4, 4, ahead=4, stages=4)
     while made.blocks > (2 if gated else 1) and blocks < made.blocks:
         made = replace(made, blocks=made.blocks // 2)
-    while made.splits < 4 and blocks // made.blocks * made.splits < FEW_PROGRAMS and steps >= 4 * made.splits:
+    while made.splits < 8 and blocks // made.blocks * made.splits < FEW_PROGRAMS and steps >= 4 * made.splits:
         made = replace(made, splits=made.splits * 2)
     return made
 

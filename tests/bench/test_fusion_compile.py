@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from bench import experiments
 from bench.ceiling import read_kernel
 from bench.launches import _tiny_kernel
-from tests.runtime.ops.launches import CUDA, Launch, _told
+from tests.runtime.ops.launches import CUDA, Launch, writing_down
 from tests.runtime.ops.sm90 import CUOBJDUMP, MAX_SHARED_BYTES, compile_launch
 
 pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs the cuobjdump of Triton's Linux wheel")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not CUOBJDUMP.exists(), reason="needs the cuobjd
 
 def compiled(play):
     """Of each different launch that `play` makes on fake CUDA tensors: its name and what it compiles to."""
-    with FakeTensorMode(), _told() as told:
+    with FakeTensorMode(), writing_down() as told:
         play()
     return [(launch.name, compile_launch(launch)) for launch in told if isinstance(launch, Launch)]
 

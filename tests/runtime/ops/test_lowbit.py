@@ -92,7 +92,7 @@ def test_fp8_rounds_to_the_nearest_and_the_largest_of_a_row_is_448():
     scale = weight.abs().amax(1, keepdim=True) / 448
     step = torch.maximum(2.0 ** (weight.abs() / scale).log2().floor(), torch.tensor(2.0**-6)) / 8 * scale
     assert ((made - weight).abs() <= step / 2 * 1.0001).all()
-    assert torch.equal(made.abs().amax(1), (448 * scale)[:, 0])
+    torch.testing.assert_close(made.abs().amax(1), (448 * scale)[:, 0], rtol=1e-6, atol=0)  # a GPU divides by another way
 
 
 def test_int4_rounds_to_the_nearest_and_the_number_furthest_from_zero_is_kept():
