@@ -121,8 +121,9 @@ def table(
 def _tune(loaded: Loaded, steps: WholeSteps, seconds: float, output: Output, result: dict[str, Any]) -> list[str]:
     """Tune for this batch's kind of kernels and file what was found."""
     config, name = loaded.source.config, torch.cuda.get_device_name(steps.device)
-    found = start_from(config, steps, DTYPE_BYTES[loaded.config.dtype], loaded.config.weights)
-    tune(found, steps, loaded.config.pdl == "on", seconds, output.say)
+    pdl = loaded.config.pdl == "on"
+    found = start_from(config, steps, DTYPE_BYTES[loaded.config.dtype], loaded.config.weights, pdl)
+    tune(found, steps, pdl, seconds, output.say)
     result.setdefault("tuned", {})[str(steps.batch)] = {"start_ms": found.start_ms, "ms": found.ms, "log": found.log}
     path = save_tuned(name, found.tiles) if found.ms < found.start_ms else None
     where = f"written to {path}" if path else "nothing better was found, nothing written"

@@ -36,7 +36,7 @@ class Found:
         return FusedOps(pdl, tiles=self.tiles)
 
 
-def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int, weights: str = "bf16") -> Found:
+def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int, weights: str, pdl: bool) -> Found:
     """The built-in tiles of every kernel of a step."""
     c, q, kv = config, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     keys: list[tuple[Kernel, int, int]] = [
@@ -49,7 +49,7 @@ def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int, weights: s
     of_layers = 1 if weights == "fp8" and itemsize == 2 else itemsize
     sizes = [of_layers] * 4 + [itemsize]  # the LM head is dense
     tiles: dict[TileKey, Any] = {
-        TileKey.of(kernel, steps.batch, out, width, size): tile_for(kernel, out, width, steps.batch, size)
+        TileKey.of(kernel, steps.batch, out, width, size): tile_for(kernel, out, width, steps.batch, size, pdl=pdl)
         for (kernel, out, width), size in zip(keys, sizes, strict=True)
     }
     attention = attention_tile(steps.attention, steps.batch, itemsize)

@@ -4,6 +4,7 @@ Does not own the kernels. Times behind the table are of whole decode steps, neve
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 Kernel = Literal["norm_linear", "proj_residual", "norm_gate_up"]
@@ -47,6 +48,14 @@ SINGLE: dict[tuple[Kernel, int, int], Tile] = {
 """Batch 1 on an H200, by kernel, out features (F for norm_gate_up) and in features; bfloat16 weights. With a warp
 a block, all blocks of the down projection are on the GPU at once, each with 4 KB on their way."""
 
+SINGLE_ALONE: dict[tuple[Kernel, int, int], Tile] = {
+    ("norm_linear", 12288, 4096): Tile(8, 1024, 4, 1, ahead=1),
+    ("norm_linear", 6144, 4096): Tile(4, 4096, 4, 1),
+    ("norm_gate_up", 11008, 4096): Tile(2, 4096, 8, 1),
+    ("norm_gate_up", 14336, 4096): Tile(2, 4096, 8, 1),
+}
+"""Batch 1 without programmatic dependent launch: no kernel comes in behind a long last wave."""
+
 BATCH: dict[tuple[Kernel, int, int], Tile] = {
     ("norm_linear", 12288, 4096): Tile(64, 64, 4, 6, ahead=0),
     ("norm_linear", 6144, 4096): Tile(64, 256, 4, 5),
@@ -86,19 +95,22 @@ FEW_BLOCKS = 192
 """Blocks below which a projection of a batch splits its in features: an H200 has 132 SMs."""
 
 
-def tile_for(kernel: Kernel, n: int, width: int, batch: int, itemsize: int, blocks: bool = False) -> Tile:
+@cache
+def tile_for(kernel: Kernel, n: int, width: int, batch: int, itemsize: int, blocks: bool = False, pdl: bool = True) -> Tile:
     """The tile of a kernel with weights `[n, width]` (n of gate alone for norm_gate_up) of `itemsize` bytes, for `batch` rows;
     itemsize 4 also of smaller weights, where x is float32. `blocks`: FP8 weights with scales for blocks of in features."""
-    if blocks and itemsize == 1 and batch == 1:  # longer slices spill under triton 3.6, a warp alone under 3.9
+    shape = (kernel, n, width)
+    if batch > 1:
+        return {1: FP8_BATCH, 2: BATCH, 4: {}}[itemsize].get(shape) or _batch_rule(kernel, n, width, itemsize)
+    if blocks and itemsize == 1:  # longer slices spill under triton 3.6, a warp alone under 3.9
         rows = 1 if kernel == "norm_gate_up" else 2
         return Tile(min(rows, _floor_power(n)), min(512, _floor_power(width)), 2, 1, ahead=1)
-    tables = {1: (FP8_SINGLE, FP8_BATCH), 2: (SINGLE, BATCH), 4: ({}, {})}[itemsize]
-    tile = tables[batch > 1].get((kernel, n, width))
-    if tile is not None:
-        return tile
-    if batch > 1:
-        return _batch_rule(kernel, n, width, itemsize)
-    return _fp8_single_rule(kernel, n, width) if itemsize == 1 else _single_rule(kernel, n, width, itemsize)
+    if itemsize == 2 and not pdl and shape in SINGLE_ALONE:
+        return SINGLE_ALONE[shape]
+    timed = {1: FP8_SINGLE, 2: SINGLE, 4: {}}[itemsize].get(shape)
+    if timed is None and itemsize == 1:
+        return _fp8_single_rule(kernel, n, width)
+    return timed or _single_rule(kernel, n, width, itemsize, pdl)
 
 
 def _fp8_single_rule(kernel: Kernel, n: int, width: int) -> Tile:
@@ -107,8 +119,11 @@ def _fp8_single_rule(kernel: Kernel, n: int, width: int) -> Tile:
     return Tile(min(2 if kernel == "norm_gate_up" else 4, _floor_power(n)), k_slice, max(1, k_slice // 1024), 1)
 
 
-def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
-    """A warp a block, 16 bytes a thread, and four slices on their way; rows as registers allow."""
+def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int, pdl: bool) -> Tile:
+    """A warp a block, 16 bytes a thread, and four slices on their way; rows as registers allow. Without PDL, whole rows in one
+    slice for what follows a norm, where a row is a power of two."""
+    if kernel != "proj_residual" and not pdl and width & (width - 1) == 0 and 1024 <= width <= 4096:
+        return Tile(min(1 if kernel == "norm_gate_up" else 2, n), width, 4, 1)
     if width > 16384 and itemsize == 2:  # more than 64 slices spill under triton 3.9
         return Tile(min(2, n), 512, 2, 1, ahead=4)
     rows = {"norm_linear": 4, "proj_residual": 2, "norm_gate_up": 2}[kernel] * 2 // itemsize

@@ -186,4 +186,4 @@ class FusedOps:
         chosen = self.tiles.get(TileKey.of(kernel, len(x), n, x.shape[1], itemsize))
         assert chosen is None or isinstance(chosen, Tile)
         blocks = isinstance(weight, Fp8) and weight.group > 0
-        return chosen or tile_for(kernel, n, x.shape[1], len(x), itemsize, blocks)
+        return chosen or tile_for(kernel, n, x.shape[1], len(x), itemsize, blocks, self.pdl)
