@@ -204,7 +204,7 @@ def token_time(title: str, bars: Sequence[dict[str, Any]]) -> bytes:
     axes.set_xlabel("ms a token")
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12 - 0.5 / (1 + len(bars))))
+    figure.legend(frameon=False, ncols=4, loc="outside lower center")
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()
