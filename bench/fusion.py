@@ -80,8 +80,8 @@ def _word(experiment: Experiment, rates: Ceilings, us: dict[str, float | None]) 
     slow, fast = experiment.gain
     predicted = by_name[slow].predicted_us(rates) / by_name[fast].predicted_us(rates)
     a, b = us[slow], us[fast]
-    measured = f"{a / b:.2f} times" if a and b else "not at all"
-    return f"{fast!r} faster than {slow!r}: predicted {predicted:.2f} times, measured {measured}: {experiment.why}"
+    measured = f"measured {a / b:.2f} times" if a and b else "not measured"
+    return f"{fast!r} faster than {slow!r}: predicted {predicted:.2f} times, {measured}: {experiment.why}"
 
 
 def _counters(name: str, experiment: Experiment) -> list[str]:

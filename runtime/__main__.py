@@ -61,7 +61,9 @@ def add_engine_flags(parser: argparse.ArgumentParser, model_positional: bool, sl
     group.add_argument(
         "--max-slots", type=int, default=slots, metavar="N", help=f"requests at once, 1 to {MAX_SLOTS} (default: {slots})"
     )
-    group.add_argument("--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens between two decode steps")
+    group.add_argument(
+        "--prefill-chunk", type=int, default=512, metavar="N", help="prompt tokens between two decode steps (default: 512)"
+    )
     group.add_argument(
         "--no-prefix-reuse", dest="prefix_reuse", action="store_false", help="compute every prompt from its first token"
     )

@@ -57,7 +57,7 @@ def test_a_cpu_gets_the_arithmetic_and_is_told_so(bench):
     assert printed.code == 0
     assert "no CUDA device: the arithmetic only" in printed.out
     assert "27,917" in printed.out
-    assert "measured not at all: three passes over HBM, and a mask, become one" in printed.out
+    assert "not measured: three passes over HBM, and a mask, become one" in printed.out
     assert printed.result["measured"] == {}
 
 
