@@ -274,6 +274,33 @@ class TestTheSwitch:
         expect(page.locator("#layer .block")).to_have_count(5)
         expect(page.locator("#layer thead")).to_have_text("fused: 5 launchesunfused: 15 launches")
 
+    def test_launches_that_make_weights_dense_stand_with_the_product_that_needs_them(self, visit, four):
+        """Paired by number alone, every launch behind the first of them stood beside another's fused one, and the last four
+        were not drawn."""
+        page = visit(four)
+        page.evaluate(
+            """async () => {
+                const runtime = await (await fetch("/v1/runtime")).json();
+                const dense = { name: "make dense", fuses: ["make dense"], bytes: 9, us_predicted: null };
+                runtime.weights = "int4";
+                runtime.launches.unfused = runtime.launches.unfused.flatMap((each) =>
+                    ["q", "output", "gate", "down"].includes(each.name) ? [dense, each] : [each]);
+                (await import("/page/layer.js")).drawLayer(document.getElementById("layer"), runtime);
+            }"""
+        )
+        expect(page.locator("#layer tbody tr")).to_have_count(19)
+        expect(page.locator("#layer .block b")).to_have_text(
+            ["norm_qkv_rope", "attention", "proj_residual", "norm_gate_up", "proj_residual"]
+        )
+        assert page.locator("#layer tbody tr.first th").all_inner_texts() == [
+            "norm",
+            "rope",
+            "make dense",
+            "norm 2",
+            "make dense",
+        ]
+        expect(page.locator("#layer-note")).to_contain_text("weights in int4")
+
 
 @pytest.mark.browser
 def test_the_race_fills_its_table_and_returns_to_the_mode_it_found(visit, four):
