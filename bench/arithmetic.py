@@ -78,16 +78,16 @@ class Ceilings:
 
 
 H200 = Ceilings(
-    read_gbps=4610.0,
-    copy_gbps=4240.0,
+    read_gbps=4488.0,
+    copy_gbps=4258.0,
     tflops=989.0,
-    torch_us=9.1,
-    triton_us=10.9,
-    node_us=0.82,
-    node_pdl_us=0.58,
-    boundary_us=3.6,  # 1.7 more than with PDL: a step of 129 such boundaries took 3.58 ms without it and 3.36 with it
-    boundary_pdl_us=1.9,
-    source="one NVIDIA H200, measured 2026-11-29 with torch 2.11 and triton 3.6, arithmetic by the datasheet",
+    torch_us=7.0,
+    triton_us=11.8,
+    node_us=0.87,
+    node_pdl_us=0.56,
+    boundary_us=2.26,
+    boundary_pdl_us=0.65,
+    source="one NVIDIA H200, measured 2026-11-30 with torch 2.11 and triton 3.6, arithmetic by the datasheet",
 )
 
 

@@ -109,6 +109,6 @@ def test_a_prediction_grows_with_the_bytes_and_never_jumps(pdl):
 
 
 def test_the_h200s_figures_put_a_7b_step_over_its_floor():
-    """13.21 GB and the K/V of 512 positions take 2.93 ms at 4.61 TB/s."""
+    """13.21 GB and the K/V of 512 positions take 3.00 ms at 4.49 TB/s."""
     launches = step_launches(SHAPES["llama-2-7b"], "bfloat16", 1, 512, "fused")
-    assert 2.93 < step_ms(launches, H200, pdl=True) < 3.4
+    assert 3.0 < step_ms(launches, H200, pdl=True) < 3.2

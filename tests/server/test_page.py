@@ -296,7 +296,7 @@ class TestTheSwitch:
             "norm",
             "rope",
             "make dense",
-            "norm 2",
+            "norm",
             "make dense",
         ]
         expect(page.locator("#layer-note")).to_contain_text("weights in int4")
