@@ -212,7 +212,7 @@ def _result(
     warnings = (report.above_ceiling(cell, ceiling) for cell in cells)
     found = [report.cell_json(cell, seen, ceiling) for cell, seen in zip(cells, counts, strict=True)]
     own = {f"weights, {each.weights}": each.loaded.weight_bytes for each in held}
-    own |= {f"kv_cache, {each.weights}": sum(engine.cache.nbytes for engine, _ in each.engines) for each in held}
+    own |= {f"kv_cache beside {each.weights}": sum(engine.cache.nbytes for engine, _ in each.engines) for each in held}
     return {
         "bench": "latency",
         "environment": environment(device, options.flags, options.model, dtype, [each.weights for each in held]),

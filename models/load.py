@@ -164,6 +164,8 @@ def load_engine(
         f"context {max_len} positions in each of {slots} {'slot' if slots == 1 else 'slots'}{why}",
         f"weights {packed}{size / 1e9:.2f} GB in {seconds:.1f} s, {size / 1e9 / seconds:.1f} GB/s",
     ]
+    if packed and device.type == "cpu":
+        notes.append("weights of 8 and 4 bits save memory on a CPU and cost time: each step makes them dense again")
     engine = Engine(decoder, settled)
     if prepare and device.type == "cuda":
         notes.append(str(engine.prepare()))

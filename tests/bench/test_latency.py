@@ -108,7 +108,7 @@ def test_formats_stand_side_by_side_and_take_turns(bench, tmp_path, family):
     reps = [line.split(":")[0] for line in printed.err.splitlines() if line.startswith("rep 1/2") and "batch 1" in line]
     assert [name.split("off")[1].split()[0] for name in reps] == ["batch", "fp8", "int4"]
     assert {row["over"] for row in printed.result["ratios"]} == {"unfused/off batch 1 depth 0", "unfused/off batch 2 depth 0"}
-    assert {"weights, int4", "kv_cache, int4"} <= set(printed.result["memory_bytes"])
+    assert {"weights, int4", "kv_cache beside int4"} <= set(printed.result["memory_bytes"])
     assert set(printed.result["load_seconds"]) == {"bf16", "fp8", "int4"}
     assert "<td>int4</td>" in (tmp_path / "p.html").read_text()
     (tmp_path / "a.json").write_text(printed.out.splitlines()[-1])
@@ -139,7 +139,7 @@ def test_a_cpu_is_told_what_it_cannot_measure(bench, folders):
     assert "start costs: not measured" in printed.out
     memory, cell = printed.result["memory_bytes"], printed.result["cells"][0]
     assert memory["weights, bf16"] == 2 * printed.result["parameters"]
-    assert memory["kv_cache, bf16"] > 0
+    assert memory["kv_cache beside bf16"] > 0
     assert (memory["graph_pool"], memory["device_in_use"]) == (None, None)
     assert cell["boundary_us"] is None
     low, high = cell["p50_itl_ms_interval"]
