@@ -29,6 +29,11 @@ def next_token(token):
 def paced(engine):
     """Four modes, each step as long as PACE_MS says."""
     play_every_mode(engine)
+    unhurried(engine)
+
+
+def unhurried(engine):
+    """As long as PACE_MS says: steps of no time reach a busy browser all at once, which has no gap to show then."""
     play = engine.modes.play
 
     def slowly(batch, kind):
@@ -53,7 +58,7 @@ def four(words):
 
 @pytest.fixture(scope="module")
 def cpu(words):
-    with local_server(words) as server:
+    with local_server(words, edit=unhurried) as server:
         yield server
 
 
