@@ -75,18 +75,22 @@ def stored_as(fields: Fields) -> Stored | None:
         if method == "awq":
             if str(config.get("version", "gemm")).lower() != "gemm":
                 raise refuse(f"version {config['version']}")
-            return Stored("awq", max(group, 0), zeros=config.get("zero_point", True))
-        return Stored("gptq", max(group, 0), zeros=True, zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1)
+            return Stored("awq", max(int(group), 0), zeros=config.get("zero_point", True))
+        return Stored(
+            "gptq", max(int(group), 0), zeros=True, zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1
+        )
     if method == "compressed-tensors":
         return _compressed(config, refuse)
     raise refuse("a method of its own")
 
 
 def _compressed(config: dict[str, Any], refuse: Callable[[str], UnsupportedModelError]) -> Stored:
-    groups = list(config.get("config_groups", {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+    groups = config.get("config_groups")
+    only = next(iter(groups.values())) if isinstance(groups, dict) and len(groups) == 1 else None
+    if not isinstance(only, dict) or only.get("targets") != ["Linear"]:
         raise refuse("several schemes, or one of single layers")
-    weights = groups[0].get("weights") or {}
+    weights = only.get("weights")
+    weights = weights if isinstance(weights, dict) else {}
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
     if (kind, bits) == ("float", 8) and strategy in ("tensor", "channel"):
         return Stored("fp8", 0)

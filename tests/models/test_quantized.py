@@ -18,7 +18,7 @@ from runtime.errors import CheckpointError, ConfigError, UnsupportedModelError
 from runtime.kv_cache import KVCache
 from runtime.ops import lowbit
 from runtime.ops.lowbit import quantize
-from tests.checkpoints import tiny
+from tests.checkpoints import edit_json, tiny
 from tests.rule_n import play, random_ids
 
 WIDTHS = {"intermediate_size": 384}
@@ -232,6 +232,20 @@ def test_a_dense_weight_that_is_no_number_is_refused_by_name(tmp_path):
 def test_shapes_that_the_format_does_not_hold_are_refused_by_name(tmp_path, config, weights, what):
     with pytest.raises(UnsupportedModelError, match=what):
         opened(tiny(tmp_path, **config), weights)
+
+
+@pytest.mark.parametrize("groups", [None, [1], {"a": None}, {"a": {"targets": ["Linear"], "weights": [1]}}], ids=str)
+def test_config_groups_of_another_form_are_refused(tmp_path, groups):
+    quantized(tmp_path, "compressed int4 of 32")
+    edit_json(tmp_path / "config.json", quantization_config={**SCHEMES["compressed int4"][2], "config_groups": groups})
+    with pytest.raises(UnsupportedModelError, match="quant_method 'compressed-tensors'"):
+        find_model(str(tmp_path))
+
+
+def test_a_group_size_may_be_a_whole_float_as_every_number_of_a_config(tmp_path):
+    quantized(tmp_path, "gptq of 64")
+    edit_json(tmp_path / "config.json", quantization_config={**SCHEMES["gptq of 64"][2], "group_size": 64.0})
+    assert opened(tmp_path).layers[0].down_proj.weight.group == 64
 
 
 def test_another_format_than_a_quantized_checkpoint_has_is_refused(tmp_path):
