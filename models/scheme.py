@@ -75,7 +75,7 @@ def stored_as(fields: Fields) -> Stored | None:
         if method == "awq":
             if str(config.get("version", "gemm")).lower() != "gemm":
                 raise refuse(f"version {config['version']}")
-            return Stored("awq", max(int(group), 0), zeros=config.get("zero_point", True))
+            return Stored("awq", max(int(group), 0), zeros=True)  # whatever zero_point says: AutoAWQ's kernels always read them
         return Stored(
             "gptq", max(int(group), 0), zeros=True, zero_offset=0 if config.get("checkpoint_format") == "gptq_v2" else 1
         )

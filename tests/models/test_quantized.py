@@ -248,6 +248,14 @@ def test_a_group_size_may_be_a_whole_float_as_every_number_of_a_config(tmp_path)
     assert opened(tmp_path).layers[0].down_proj.weight.group == 64
 
 
+def test_zeros_of_an_awq_checkpoint_are_read_whatever_zero_point_says(tmp_path):
+    values = quantized(tmp_path, "awq")
+    edit_json(tmp_path / "config.json", quantization_config={**SCHEMES["awq"][2], "zero_point": False})
+    torch.testing.assert_close(
+        opened(tmp_path).layers[0].down_proj.weight.dense_torch(), values["model.layers.0.mlp.down_proj.weight"]
+    )
+
+
 def test_another_format_than_a_quantized_checkpoint_has_is_refused(tmp_path):
     quantized(tmp_path, "awq")
     stored = find_model(str(tmp_path)).config.stored
