@@ -15,6 +15,7 @@ from torch import Tensor
 
 from models.layout import Piece, allocate
 from models.scheme import FP8_BLOCK, GROUPS, Stored, parts_of
+from models.stored import DTYPES
 from runtime.errors import CheckpointError, ConfigError, UnsupportedModelError
 from runtime.ops.fp8 import Fp8
 from runtime.ops.lowbit import TILE_ROWS, LowBit, LowBitRows
@@ -182,6 +183,7 @@ def check_projections(entries: dict[str, Any], where: str, table: Iterable[Piece
 
     Raises:
         CheckpointError: one is missing or has another shape.
+        UnsupportedModelError: one is of a type that its kind does not have.
     """
     used: set[str] = set()
     for piece in table:
@@ -196,7 +198,18 @@ def check_projections(entries: dict[str, Any], where: str, table: Iterable[Piece
                 raise CheckpointError(
                     f"{entry.file}: {name}.{part} has shape {list(entry.shape)} and config.json asks for {list(shape)}"
                 )
-        if stored.method == "fp8" and not any(f"{name}.weight_scale{end}" in entries for end in ("", "_inv")):
+        scales = [part for part in ("weight_scale", "weight_scale_inv") if f"{name}.{part}" in entries]
+        if stored.method == "fp8" and not scales:
             raise CheckpointError(f"{where}: {name}.weight_scale is missing from the weight files")
+        for part in dict.fromkeys([*parts_of(piece.shape, stored), *scales]):
+            entry, types = entries[f"{name}.{part}"], _types(part)
+            if entry.dtype not in types:
+                what = f"{name}.{part} is stored as {entry.dtype}"
+                raise UnsupportedModelError(f"{entry.file}: {what}; Quartet reads {', '.join(types)} there")
         used |= {entry for entry in entries if entry.startswith(f"{name}.")}
     return used
+
+
+def _types(part: str) -> tuple[str, ...]:
+    """What a tensor in a projection's place may be stored as."""
+    return ("F8_E4M3",) if part == "weight" else tuple(DTYPES) if "scale" in part else ("I32",)

@@ -137,8 +137,10 @@ class WeightFiles:
         """A tensor of a quantized checkpoint, on the host."""
         entry = self.entries[name]
         dtype = (DTYPES | PACKED).get(entry.dtype)
-        if dtype is None or entry.read is None:
+        if dtype is None:
             raise UnsupportedModelError(f"{entry.file}: {name} is stored as {entry.dtype}, which no scheme that is read has")
+        if entry.read is None:
+            raise CheckpointError(f"{entry.file}: {name} has shape {list(entry.shape)}, which holds nothing")
         buffer = torch.empty(math.prod(entry.shape) * dtype.itemsize, dtype=torch.uint8)
         return entry.read(0, entry.shape[0] if entry.shape else 1, buffer)
 

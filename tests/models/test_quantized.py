@@ -214,6 +214,34 @@ def test_nan_among_scales_or_codes_is_refused_by_name(tmp_path, part, value, wha
         opened(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "part", "dtype", "what"),
+    [
+        ("awq", "qweight", torch.float32, "stored as F32; Quartet reads I32"),
+        ("gptq", "qzeros", torch.int64, "stored as I64; Quartet reads I32"),
+        ("compressed int4", "weight_scale", torch.float8_e4m3fn, "stored as F8_E4M3; Quartet reads BF16"),
+        ("fp8 tensor", "weight", torch.int32, "stored as I32; Quartet reads F8_E4M3"),
+    ],
+)
+def test_a_type_that_a_part_of_a_weight_does_not_have_is_refused_by_name(tmp_path, scheme, part, dtype, what):
+    quantized(tmp_path, scheme)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"model.layers.1.self_attn.k_proj.{part}"
+    tensors[name] = tensors[name].float().to(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=rf"k_proj\.{part} is {what}"):
+        find_model(str(tmp_path))
+
+
+def test_an_empty_scale_is_told_as_such(tmp_path):
+    quantized(tmp_path, "fp8 tensor")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight_scale"] = torch.empty(0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight_scale has shape \[0\], which holds nothing"):
+        opened(tmp_path)
+
+
 def test_a_dense_weight_that_is_no_number_is_refused_by_name(tmp_path):
     def edit(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.inf
