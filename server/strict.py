@@ -93,7 +93,10 @@ def explain(error: ValidationError) -> RequestError:
 
 def _short(value: Any) -> str:
     """A value as JSON, cut to what fits a sentence."""
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # deeper by some levels than what just could be read
+        return "nested too deeply"
     return text if len(text) <= 60 else text[:60] + "..."
 
 

@@ -39,6 +39,15 @@ def test_other_prompts_are_refused(prompt):
     assert caught.value.param == "prompt"
 
 
+def test_a_value_that_can_be_read_and_not_be_written_is_refused_all_the_same():
+    """JSON nested nearly as deeply as Python's stack allows was a mistake of ours."""
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="temperature is nested too deeply; it must be a number"):
+        completion(temperature=deep)
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "min_tokens", "n", "top_k", "seed"])
 @pytest.mark.parametrize("value", [True, 1.0, 1.5, "5", [], {}])
 def test_integers_are_integers(name, value):
