@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import uvicorn
+from httptools import HttpParserUpgrade, HttpRequestParser
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -23,16 +24,57 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep a connection in their pools: the server must not close one that a client is about to use."""
 MAX_HEADER_BYTES = 1 << 16
+FRAMING = (b"content-length", b"transfer-encoding")
+"""What says where a body ends."""
 LAST_WORDS_SECONDS = 1
 """How long finished answers may take to reach their clients after draining."""
 
 
+class _Parser(HttpRequestParser):
+    """httptools' parser for a protocol that takes no offer of another one, such as the h2c of Java's client and curl --http2:
+    httptools leaves what follows such a head, a body too, to the other protocol."""
+
+    def __init__(self, protocol: "Protocol") -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn
+        self._protocol = protocol
+
+    def feed_data(self, data: Any) -> None:
+        parser: HttpRequestParser = self
+        while True:
+            try:
+                return HttpRequestParser.feed_data(parser, data)
+            except HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                parser = self._protocol.decline()
+
+
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP with refusals in the API's form, an end to headers, and disconnects told to pipelined requests too."""
+    """uvicorn's HTTP with refusals in the API's form, an end to headers, bodies behind offers of another protocol, and
+    disconnects told to pipelined requests too."""
 
     _cycles: Sequence[Any] = ()
+    _muted = False  # while a head that is known is read again
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.parser = _Parser(self)
+
+    def decline(self) -> HttpRequestParser:
+        """Read on as if the head had offered nothing; what reads on."""
+        framing = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in FRAMING]
+        self.parser, self._muted = _Parser(self), True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(framing))
+        self._muted = False
+        return self.parser
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else the body is still to come
+            super().on_message_complete()
 
     def on_headers_complete(self) -> None:
+        if self._muted:
+            return
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
 
@@ -45,16 +87,19 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._header_bytes = 0
+        if not self._muted:
+            super().on_message_begin()
+            self._header_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        self._count(url)
-        super().on_url(url)
+        if not self._muted:
+            self._count(url)
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(name + value)
-        super().on_header(name, value)
+        if not self._muted:
+            self._count(name + value)
+            super().on_header(name, value)
 
     def _count(self, part: bytes) -> None:
         self._header_bytes += len(part)

@@ -87,6 +87,29 @@ def test_a_chunked_body_is_read(letters):
 
 
 @pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("pause", [0, 0.05])
+def test_a_body_behind_an_offer_of_another_protocol_is_read(letters, chunked, pause):
+    """Java's client and curl --http2 offer h2c with every first request; they were told that it had no body."""
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+    request = raw_request(TEXT, GOOD, headers=offer)
+    if chunked:
+        length = f"Content-Length: {len(GOOD)}".encode()
+        request = request.replace(length, b"Transfer-Encoding: chunked").replace(
+            GOOD, b"%x\r\n%s\r\n0\r\n\r\n" % (len(GOOD), GOOD)
+        )
+    without = raw_request("/version", b"", method="GET", headers=offer)
+    sent = request + without + request + raw_request("/version", b"", method="GET", headers="Connection: close\r\n")
+    cut = len(request) - 8
+    with letters.connect() as sock:
+        for part in (sent[:cut], sent[cut:]) if pause else (sent,):
+            sock.sendall(part)
+            time.sleep(pause)
+        answers = read_until(sock, lambda data: False)
+    assert answers.count(b"HTTP/1.1 200") == 4
+    assert answers.count(b'"text":"b"') == answers.count(b'"version"') == 2
+
+
+@pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_over_the_limit_is_413_and_not_kept(letters, chunked):
     memory = psutil.Process().memory_info().rss
     part = b" " * (1 << 20)
