@@ -169,8 +169,8 @@ def _runs(entry: Entry, size: int) -> Iterable[tuple[int, int]]:
 
 
 def _equal(a: Entry, b: Entry) -> bool:
-    """Whether two tensors hold the same values; taken to be so where only their headers are here."""
-    if a.shape != b.shape or a.dtype != b.dtype or a.read is None or b.read is None:
+    """Whether two tensors hold the same values; taken to be so where only their headers are here, or are refused later."""
+    if a.shape != b.shape or a.dtype != b.dtype or a.dtype not in DTYPES or not a.shape or a.read is None or b.read is None:
         return a.shape == b.shape and a.dtype == b.dtype
     size = max(BUFFER_BYTES, a.row_bytes)
     ours, theirs = (torch.empty(size, dtype=torch.uint8) for _ in range(2))

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from models import find_model
 from models.layout import LM_HEAD, allocate, pieces
 from models.weights import WeightFiles
-from runtime.errors import CheckpointError, UnsupportedModelError
+from runtime.errors import CheckpointError, QuartetError, UnsupportedModelError
 from tests.checkpoints import edit_json, read_json, read_tensors, tiny, write_json
 from tests.rule_n import assert_rule_n, judge, open_model, play, random_ids
 
@@ -145,6 +145,24 @@ def test_tied_with_the_same_head_stored_is_tied(tmp_path, caplog):
     assert find_model(str(path)).config.tied
     assert caplog.text == ""
     assert_rule_n(path)
+
+
+@pytest.mark.parametrize(
+    ("stored", "what"),
+    [
+        (lambda tensor: tensor.to(torch.int32), "model.embed_tokens.weight is stored as I32"),
+        (lambda tensor: tensor[0, 0].clone(), r"model.embed_tokens.weight has shape \[\]"),
+    ],
+    ids=["I32", "scalar"],
+)
+def test_tied_with_two_tables_that_no_model_has_is_refused_by_name(tmp_path, stored, what):
+    """They were held against each other first, which was a traceback."""
+
+    def edit(tensors):
+        tensors |= {name: stored(tensors[name]) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+
+    with pytest.raises(QuartetError, match=what):
+        find_model(str(tiny(tmp_path, tie_word_embeddings=True, store_lm_head=True, edit=edit)))
 
 
 def test_tied_with_only_the_head_stored_uses_it_for_both(tmp_path, caplog):
