@@ -49,9 +49,18 @@ class GGUF:
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
 
+        class Reader(GGUFReader):  # type: ignore[misc]
+            """Past the file's end it gives errors in place of nothing, of which a wrong count could ask for 2^64 times."""
+
+            def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
+                found = super()._get(offset, dtype, count, *order, **named)
+                if len(found) < count:
+                    raise ValueError(f"it ends before what its byte {offset} tells of")
+                return found
+
         self.path = path
         try:
-            reader: Any = GGUFReader(path)
+            reader: Any = Reader(path)
             self.fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
             self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         except Exception as error:  # whatever the reader trips over in a damaged file

@@ -1,5 +1,7 @@
 """GGUF files: the same logits as a safetensors twin of their values, every block type, tokenizers, and what is refused."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -210,3 +212,12 @@ def test_what_is_not_read_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "twin" / "model.safetensors").rename(tmp_path / "twin" / "b.gguf")
     with pytest.raises(CheckpointError, match=r"give the path of b\.gguf"):
         find_model(str(tmp_path / "twin"))
+
+
+@pytest.mark.parametrize("kind", [0, 6, 7], ids=["uint8", "float32", "bool"])
+def test_an_array_longer_than_its_file_is_refused_at_once(tmp_path, kind):
+    """The gguf package's reader took it entry by entry, of no bytes each, until the memory was full."""
+    array = struct.pack("<Q1sIIQ", 1, b"x", 9, kind, 1 << 40)
+    (tmp_path / "long.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + array + bytes(100))
+    with pytest.raises(CheckpointError, match=r"damaged.*it ends before"):
+        find_model(str(tmp_path / "long.gguf"))
