@@ -220,6 +220,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         raise RequestError(f"{source.name} has no chat template to talk by; give --prompt or --prompt-ids")
     if ids is not None:
         Request("", tuple(ids), params, args.max_tokens)  # raises what is wrong with it
+        last = source.config.vocab_size - 1
+        if (outside := next((token for token in ids if not 0 <= token <= last), None)) is not None:
+            raise RequestError(f"token id {outside} is outside the vocabulary of 0 to {last}")
         _fit(len(ids), config.max_len, source.config.max_position)
 
     needed = len(ids) + args.max_tokens if args.prompt_ids is not None and args.max_tokens is not None else None

@@ -167,6 +167,8 @@ def test_auto_is_the_default_length(alphabet, capsys):
         (["--prompt-ids", "1", "--system", "x"], 1, "error: --system and --prompt-ids were given"),
         (["--prompt", "x", "--raw", "--system", "x"], 1, "error: --system and --raw were given"),
         (["--prompt-ids", "5000"], 1, "error: token id 5000 is outside the vocabulary"),
+        (["--prompt-ids=-1,2"], 1, "error: token id -1 is outside the vocabulary of 0 to 319"),
+        (["--prompt-ids", "9" * 30], 1, "9 is outside the vocabulary"),
         (["--prompt", "x", "--temperature", "nan"], 1, "error: temperature is nan"),
         (["--prompt", "x", "--max-tokens", "0"], 1, "error: max_tokens is 0"),
         (["--prompt-ids", "1,x"], 2, "no list of token ids"),
