@@ -284,6 +284,14 @@ def test_zeros_of_an_awq_checkpoint_are_read_whatever_zero_point_says(tmp_path):
     )
 
 
+def test_rows_of_which_a_buffer_holds_no_block_of_16_are_quantized(tmp_path, monkeypatch):
+    """Blocks were begun in their middle, an assertion: at 65,536 in features and more, stored in float32."""
+    tiny(tmp_path, **WIDTHS, dtype=torch.float32)
+    whole = opened(tmp_path, "int4").layers[0].down_proj.weight
+    monkeypatch.setattr("models.weights.BUFFER_BYTES", 8 * 4 * 384)
+    assert torch.equal(opened(tmp_path, "int4").layers[0].down_proj.weight.tiles, whole.tiles)
+
+
 def test_another_format_than_a_quantized_checkpoint_has_is_refused(tmp_path):
     quantized(tmp_path, "awq")
     stored = find_model(str(tmp_path)).config.stored
