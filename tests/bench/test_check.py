@@ -58,6 +58,15 @@ def test_the_file_holds_one_float32_tensor_for_each_combination(bench, folders, 
     assert printed.result["passed"] is None
 
 
+def test_logits_that_cannot_be_written_are_told_and_a_link_stays_one(bench, folders, tmp_path):
+    """A full disk was a traceback; what --logits named was replaced by a new file, even /dev/full."""
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match="full cannot be written: No space left on device"):
+        bench("check", "--model", folders["llama"], "--prompt-ids", "5,7", "--logits", tmp_path / "full")
+    assert (tmp_path / "full").is_char_device()
+    (tmp_path / "full").unlink()
+
+
 def test_prefill_and_decode_give_the_same_logits(bench, folders, ids_file, tmp_path):
     logits = []
     for prefill in (0, 1, 40):
