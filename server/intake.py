@@ -6,9 +6,11 @@ Does not validate fields (schema) and does not talk HTTP.
 import asyncio
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeVar
 
 from models import Tokenizer
 from runtime.engine import Engine
@@ -17,6 +19,10 @@ from runtime.request import MAX_END_IDS, Request
 from server.answer import Answer, IdText, StopMatcher
 from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults, TokenizeRequest
 
+T = TypeVar("T")
+
+LONG_CHARACTERS = 1 << 16
+"""Longer texts are made ids of one after another, so that of the executor's two threads one is left to all others."""
 MAX_SPECIAL = 64
 """Characters of a control token's spelling, at most."""
 
@@ -46,24 +52,29 @@ class Intake:
         self._words = tokenizer or IdText()
         self._end_ids = tuple(token for token in end_ids if token < engine.model.vocab_size)
         self._defaults = defaults
+        self._long = asyncio.Semaphore(1)
         self._numbers = itertools.count()
         self._spell = lru_cache(maxsize=1 << 16)(self._words.spelling)
 
     async def completion(self, wanted: CompletionRequest) -> Job:
         """Raises RequestError for what can never run here."""
-        prompts = [await asyncio.to_thread(self._prompt, prompt, wanted.echo) for prompt in wanted.prompt]
+        prompts = [
+            (prompt, "")
+            if isinstance(prompt, list) and not wanted.echo
+            else await self._apart(len(prompt), self._prompt, prompt, wanted.echo)
+            for prompt in wanted.prompt
+        ]
         return self._job(wanted, prompts, wanted.logprobs if wanted.echo else None)
 
     async def chat(self, wanted: ChatRequest) -> Job:
         """Raises RequestError for what can never run here, a template's refusal included."""
-        return self._job(wanted, [(await asyncio.to_thread(self._words.encode_chat, wanted.flatten()), "")])
+        return self._job(wanted, [(await self._encode_chat(wanted.flatten()), "")])
 
     async def tokenize(self, wanted: TokenizeRequest) -> list[int]:
         """Ids of a text or a chat. Raises RequestError: there is no tokenizer, or the template refuses."""
         if wanted.prompt is not None:
-            return await asyncio.to_thread(self._words.encode, wanted.prompt, wanted.add_special_tokens)
-        messages = [message.flatten(index) for index, message in enumerate(wanted.messages or ())]
-        return await asyncio.to_thread(self._words.encode_chat, messages)
+            return await self._apart(len(wanted.prompt), self._words.encode, wanted.prompt, wanted.add_special_tokens)
+        return await self._encode_chat([message.flatten(index) for index, message in enumerate(wanted.messages or ())])
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included. Raises RequestError for ids outside of the vocabulary."""
@@ -71,7 +82,15 @@ class Intake:
         outside = next((token for token in ids if token >= vocab_size), None)
         if outside is not None:
             raise RequestError(f"token id {outside} is outside the vocabulary of 0 to {vocab_size - 1}", "tokens")
-        return await asyncio.to_thread(self._words.decode, ids, False)
+        return await self._apart(len(ids), self._words.decode, ids, False)
+
+    async def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        return await self._apart(sum(len(message["content"]) for message in messages), self._words.encode_chat, messages)
+
+    async def _apart(self, size: int, work: Callable[..., T], *args: Any) -> T:
+        """Do what takes long for a text or ids of some size, where the event loop does not wait for it."""
+        async with self._long if size > LONG_CHARACTERS else nullcontext():
+            return await asyncio.to_thread(work, *args)
 
     def _prompt(self, prompt: str | list[int], echo: bool) -> tuple[list[int], str]:
         """A prompt's ids, and what to show of it."""

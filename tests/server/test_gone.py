@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests import checkpoints
-from tests.server.serving import TEXT, local_server, raw_request, read_until, texts_of, until
+from tests.server.serving import DEADLINE, TEXT, local_server, raw_request, read_until, texts_of, until
 
 ENDLESS = dict(prompt="A", max_tokens=4000, ignore_eos=True)
 
@@ -185,6 +185,27 @@ class TestMany:
             until(lambda: random_model.engine.num_running == 8)
             assert random_model.http.post(TEXT, json={"prompt": [1]}).status_code == 429
         random_model.settle()
+
+
+def test_short_texts_and_ids_do_not_wait_for_long_texts(letters, monkeypatch):
+    """Two texts of megabytes held both threads of the tokenizer for ten seconds; token ids waited there too."""
+    words, released = letters.service._intake._words, threading.Event()
+    encode = words.encode
+
+    def slow(text, *how):
+        return encode(text, *how) if len(text) < 1 << 16 else released.wait(DEADLINE) and encode("a")
+
+    monkeypatch.setattr(words, "encode", slow)
+    long = [letters.send(TEXT, prompt="a" * (1 << 17), max_tokens=3) for _ in range(4)]
+    try:
+        until(lambda: any(thread.name.startswith("tokenizer") for thread in threading.enumerate()))
+        assert letters.text("a", max_tokens=3) == letters.text([97], max_tokens=3) == "bcd"
+        assert not released.is_set()
+    finally:
+        released.set()
+    for sock in long:
+        with sock:
+            assert b'"bcd"' in read_until(sock, lambda data: b"}}" in data)
 
 
 def test_events_leave_one_by_one(letters):
