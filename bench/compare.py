@@ -4,6 +4,7 @@ Does not measure. Lower is better in everything it compares.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,33 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, IndexError, RecursionError):
         result = None
-    if not isinstance(result, dict) or not isinstance(result.get("bench"), str):
+    kinds = {"bench": str, "environment": dict}
+    if not isinstance(result, dict) or not all(isinstance(result.get(name), kind) for name, kind in kinds.items()):
         raise ConfigError(f"{path} holds no result of a bench command; a run with `-o json --output RESULT.json` writes one")
     return result
 
 
-def samples(result: dict[str, Any]) -> dict[str, Reps]:
-    """What was timed, by name, as samples of each rep."""
-    if result["bench"] == "latency":
-        return {
-            f"{cell_name(cell)} pp{cell['prompt_len']} tg{cell['gen_len']} ITL ms": cell["raw"]["itl_ms"]
-            for cell in result["cells"]
-            if cell["raw"]["itl_ms"]
-        }
-    return {name: [[each] for each in found] for name, found in result.get("measured", {}).items() if found}
+def samples(result: dict[str, Any], path: Path) -> dict[str, Reps]:
+    """What was timed, by name, as samples of each rep.
+
+    Raises:
+        ConfigError: `path` holds something else where they should be.
+    """
+    try:
+        if result["bench"] == "latency":
+            cells = {
+                f"{cell_name(cell)} pp{cell['prompt_len']} tg{cell['gen_len']} ITL ms": cell["raw"]["itl_ms"]
+                for cell in result["cells"]
+            }
+        else:
+            cells = {name: [[each] for each in found] for name, found in result.get("measured", {}).items()}
+        found = {name: [rep for rep in reps if rep] for name, reps in cells.items()}
+        sound = all(0 <= each < math.inf for reps in found.values() for rep in reps for each in rep)
+    except (AttributeError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise ConfigError(f"{path} does not hold its samples as bench {result['bench']} writes them now; measure again")
+    return {name: reps for name, reps in found.items() if reps}
 
 
 def run(first: Path, second: Path, threshold: float, output: Output) -> int:
@@ -55,7 +69,7 @@ def run(first: Path, second: Path, threshold: float, output: Output) -> int:
         raise ConfigError(
             f"{first} is a result of bench {a['bench']} and {second} of bench {b['bench']}; give two of one command"
         )
-    ours, theirs = samples(a), samples(b)
+    ours, theirs = samples(a, first), samples(b, second)
     common = [name for name in ours if name in theirs]
     if not common:
         raise ConfigError(f"{first} and {second} have nothing timed in common; compare runs with the same flags")

@@ -1,6 +1,7 @@
 """`bench compare`: what counts as slower."""
 
 import json
+import math
 
 import pytest
 
@@ -56,3 +57,19 @@ def test_files_that_cannot_be_compared_are_one_sentence(tmp_path):
         run(["compare", a, str(tmp_path / "none")])
     with pytest.raises(ConfigError, match="nothing timed in common"):
         run(["compare", a, latency(tmp_path / "d", 1.0, ops="unfused")])
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [None, [{}], [5], [{"raw": None}], [[[math.nan]]], [[["x"]]], [[[None]]], [[5]]],
+    ids=str,
+)
+def test_a_result_of_another_form_is_one_sentence(tmp_path, cells):
+    a, b = latency(tmp_path / "a", 1.0), tmp_path / "b"
+    result = json.loads((tmp_path / "a").read_text())
+    if cells is not None and isinstance(cells[0], list):
+        cells = [{**result["cells"][0], "raw": {"itl_ms": cells[0]}}]
+    b.write_text(json.dumps({**result, "cells": cells}))
+    for pair in ([a, str(b)], [str(b), a]):
+        with pytest.raises(ConfigError, match="b does not hold its samples as bench latency writes them now; measure again"):
+            run(["compare", *pair])
