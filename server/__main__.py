@@ -166,9 +166,9 @@ def run(args: argparse.Namespace) -> None:
         announce(loaded, wanted, f"{whose}{'the rest ' if whose else ''}the API's", sock)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(app, service.dispatcher, sock, args.shutdown_timeout))
-        if not service.dispatcher.stopped:  # inside a call that does not return; the interpreter could not end around it
-            logging.shutdown()
-            os._exit(0)
+            if not service.stopped:  # a call does not return, or not soon: neither loop nor interpreter could end around it
+                logging.shutdown()
+                os._exit(0)
 
 
 def main() -> None:

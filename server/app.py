@@ -1,6 +1,7 @@
 """Owns the routes and what each endpoint does, in the order of a request's walk. Does not own any step of the walk itself."""
 
 import asyncio
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -46,8 +47,11 @@ from server.strict import Strict
 MIN_BODY_BYTES = 8 << 20
 BODY_BYTES_PER_POSITION = 64
 """A token is at most a few characters, and JSON may write one as six; lists of prompts hold several contexts."""
+TOKENIZER = "tokenizer"
 TOKENIZER_THREADS = 2
 """For what may take long, where the event loop does not wait for it."""
+LEAVE_SECONDS = 0.1
+"""How long such a thread may take to leave when the server ends; a text of megabytes takes seconds."""
 LARGE_BODY_BYTES = 1 << 16
 """Larger bodies are parsed apart from the event loop."""
 
@@ -100,10 +104,20 @@ class Service:
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         """The worker lives as long as the app."""
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
+        apart = ThreadPoolExecutor(TOKENIZER_THREADS, TOKENIZER)
+        asyncio.get_running_loop().set_default_executor(apart)
         self.dispatcher.start()
         yield
         self.dispatcher.stop()
+        apart.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no thread is inside a call any more, of the engine or of the tokenizer; behind the lifespan."""
+        threads = [thread for thread in threading.enumerate() if thread.name.startswith(TOKENIZER)]
+        for thread in threads:
+            thread.join(LEAVE_SECONDS)
+        return self.dispatcher.stopped and not any(thread.is_alive() for thread in threads)
 
     async def completions(self, request: Request) -> Reply:
         wanted = await self._wanted(CompletionRequest, request)

@@ -183,6 +183,17 @@ class TestSignals:
             assert time.monotonic() - start < EXIT
             assert read_until(stuck, lambda data: b"}}" in data).startswith(b"HTTP/1.1 503")
 
+    def test_a_text_that_is_made_ids_of_does_not_keep_the_process(self, alphabet_model):
+        """The event loop waited for its threads, ten seconds and more for a text of megabytes."""
+        hang = "import time, models.tokenizer; models.tokenizer.Tokenizer.encode = lambda self, *how: time.sleep(1000); "
+        with server_process(alphabet_model, "--shutdown-timeout", "0.2", prelude=hang) as server:
+            stuck = server.send(TEXT, prompt="A")
+            assert server.http.get("/health").status_code == 200
+            start = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - start < EXIT
+            assert read_until(stuck, lambda data: b"}}" in data).startswith(b"HTTP/1.1 503")
+
 
 class TestStart:
     def outcome(self, model, *flags):
