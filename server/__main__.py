@@ -93,8 +93,11 @@ def settings(args: argparse.Namespace, label: str, sampling: Mapping[str, Any] |
     for name in ("served_model_name", "cors_origins"):
         if "" in (getattr(args, name) or ()):
             raise ConfigError(f"--{name.replace('_', '-')} holds an empty word; leave it out or give one")
-    if args.api_key == "":
-        raise ConfigError("--api-key is empty, which would lock nothing; leave it out or give a key")
+    api_key, whence = args.api_key, "--api-key"
+    if api_key is None:
+        api_key, whence = os.environ.get(KEY_VARIABLE), f"${KEY_VARIABLE}"
+    if api_key == "":
+        raise ConfigError(f"{whence} is empty, which would lock nothing; leave it out or give a key")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port is {args.port}; it must lie between 0 and 65535")
     given = sampling_flags(args)
@@ -107,7 +110,7 @@ def settings(args: argparse.Namespace, label: str, sampling: Mapping[str, Any] |
         names=tuple(args.served_model_name or [label]),
         max_queue=args.max_queue,
         max_body_bytes=args.max_body_bytes,
-        api_key=args.api_key or os.environ.get(KEY_VARIABLE),
+        api_key=api_key,
         cors_origins=tuple(args.cors_origins),
         every_mode=args.warm == "all",
         page=not args.no_page,

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from runtime.errors import ConfigError
-from server.__main__ import parser, run
+from server.__main__ import KEY_VARIABLE, parser, run
 from tests.checkpoints import write_json
 from tests.server.conftest import alphabet, with_tok_b
 from tests.server.serving import CHAT, TEXT, counts, read_until, server_process, start_server, until
@@ -249,6 +249,12 @@ class TestStart:
     def test_a_wrong_flag_is_told_before_the_weights_are_read(self, tmp_path, flags):
         with pytest.raises(ConfigError):
             run(parser().parse_args(["--model", str(tmp_path / "nothing here"), "--port", "0", *flags]))
+
+    def test_an_empty_key_in_the_environment_is_refused_like_an_empty_flag(self, tmp_path, monkeypatch):
+        """As from a variable that was never filled in: the server asked everybody for a key that nobody had."""
+        monkeypatch.setenv(KEY_VARIABLE, "")
+        with pytest.raises(ConfigError, match=r"\$QUARTET_API_KEY is empty, which would lock nothing"):
+            run(parser().parse_args(["--model", str(tmp_path / "nothing here"), "--port", "0"]))
 
     @pytest.mark.parametrize(
         ("flags", "values", "whose"),
