@@ -9,11 +9,14 @@ import os
 # decode step on a busy CPU ten times its length.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import signal
 import sys
 
 # `python -m` puts the current folder first: one that holds a `models` of its own must not take the place of ours.
 if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
     del sys.path[0]
+# The imports take seconds; Ctrl-C meanwhile should end the process, not show where in torch it was.
+_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -32,6 +35,8 @@ from runtime.__main__ import add_engine_flags, engine_config, run_door
 from runtime.config import DTYPES, MAX_SLOTS, WEIGHTS, EngineConfig
 from runtime.device import resolve
 from runtime.errors import ConfigError, OutOfMemoryError
+
+signal.signal(signal.SIGINT, _interrupt)
 
 T = TypeVar("T")
 Options = TypeVar("Options", latency.LatencyOptions, check.CheckOptions, StepsOptions, http.HttpOptions)
