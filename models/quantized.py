@@ -50,7 +50,8 @@ def allocate_lowbit(
         group = (stored.group if stored else 0) or (group_of(width, target) if format == "int4" else 0)
         if width % (group or 2):
             what = f"groups of {group}" if group else "pairs"
-            raise UnsupportedModelError(f"{target} has {width} in features, which {what} do not divide")
+            instead = "" if stored else "; use --weights bf16"
+            raise UnsupportedModelError(f"{target} has {width} in features, which {what} do not divide{instead}")
         if format == "fp8":
             made[target] = Fp8.empty(shapes[target], group, scratch)
             continue
@@ -73,7 +74,10 @@ def group_of(width: int, name: str) -> int:
     for group in GROUPS:
         if width % group == 0:
             return group
-    raise UnsupportedModelError(f"{name} has {width} in features, not a multiple of {GROUPS[-1]}: no int4; use --weights fp8")
+    instead = "bf16" if width % 2 else "fp8"
+    raise UnsupportedModelError(
+        f"{name} has {width} in features, not a multiple of {GROUPS[-1]}: no int4; use --weights {instead}"
+    )
 
 
 def read_projection(

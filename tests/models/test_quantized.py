@@ -255,6 +255,8 @@ def test_a_dense_weight_that_is_no_number_is_refused_by_name(tmp_path):
     [
         ({"hidden_size": 208, "intermediate_size": 384}, "int4", "208 in features, not a multiple of 32"),
         ({"intermediate_size": 344}, "int4", "344 rows"),
+        ({"intermediate_size": 345}, "fp8", "345 in features, which pairs do not divide; use --weights bf16"),
+        ({"hidden_size": 207}, "int4", "207 in features, .*use --weights bf16"),
     ],
 )
 def test_shapes_that_the_format_does_not_hold_are_refused_by_name(tmp_path, config, weights, what):
