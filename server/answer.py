@@ -109,6 +109,7 @@ class Answer:
         spell: an id's bytes, where log-probabilities are told.
         prompt: ids that are scored with the first token, where it asks for that.
         echo: text in front of the answer.
+        shown: whether an id has a place in the text; control tokens have none.
         scores_only: the one token that the engine must produce is shown and counted nowhere.
         tokens: tokens produced so far, the one that ended the answer included.
         cached: prompt tokens that were found in the cache.
@@ -124,6 +125,7 @@ class Answer:
     prompt: Sequence[int]
     echo: str
     scores_only: bool
+    shown: Callable[[int], bool] = lambda token: True
     tokens: int = 0
     cached: int = 0
     finish: FinishReason | None = None
@@ -138,14 +140,14 @@ class Answer:
         assert event.token is not None
         self.cached = event.cached
         for token, scored in zip(self.prompt, event.prompt_logprobs or (), strict=False):
-            self._mark(token, scored)
+            self._mark(token, scored, shown=True)
         echo, self.echo = self.echo, ""
         if self.scores_only:
             self.finish = "length"
             return echo
         self.tokens += 1
         if event.logprobs is not None:
-            self._mark(event.token, event.logprobs)
+            self._mark(event.token, event.logprobs, self.shown(event.token))
         return echo + self._text(event.token, event.finish)
 
     def take_marks(self) -> list[Mark] | None:
@@ -171,9 +173,9 @@ class Answer:
             text += self.end_texts.get(token, "")
         return text
 
-    def _mark(self, token: int, scored: Logprobs | None) -> None:
+    def _mark(self, token: int, scored: Logprobs | None, shown: bool) -> None:
         assert self.spell is not None
         spelling, spell = self.spell(token), self.spell
         top = () if scored is None else tuple((spell(other), logprob) for other, logprob in scored.top)
         self._marks.append(Mark(spelling, None if scored is None else scored.logprob, top, self._offset))
-        self._offset += sum(byte & 0xC0 != 0x80 for byte in spelling)  # characters begin with such a byte
+        self._offset += shown and sum(byte & 0xC0 != 0x80 for byte in spelling)  # characters begin with such a byte

@@ -55,6 +55,7 @@ class Intake:
         self._long = asyncio.Semaphore(1)
         self._numbers = itertools.count()
         self._spell = lru_cache(maxsize=1 << 16)(self._words.spelling)
+        self._shown = lru_cache(maxsize=1 << 16)(self._in_text)
 
     async def completion(self, wanted: CompletionRequest) -> Job:
         """Raises RequestError for what can never run here."""
@@ -137,7 +138,13 @@ class Intake:
             prompt=ids,
             echo=echo,
             scores_only=wanted.limit == 0,
+            shown=self._shown,
         )
+
+    def _in_text(self, token: int) -> bool:
+        """Whether an id has a place in an answer's text, which a control token has not."""
+        probe = [] if isinstance(self._words, IdText) else self._words.encode("a")
+        return self._words.decode([*probe, token, *probe]) != self._words.decode(probe + probe)
 
     def _special_stops(self, stops: Sequence[str]) -> dict[int, str]:
         """Stops that are spelled like a control token: it is never part of the text, so it must be found as an id."""

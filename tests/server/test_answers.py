@@ -144,3 +144,13 @@ class TestStopTexts:
     def test_stops_without_meaning_are_refused(self, letters, stop):
         status, error = letters.refusal(prompt="a", stop=stop)
         assert (status, error["param"]) == (400, "stop")
+
+
+def test_a_control_token_takes_no_place_in_text_offset(letters):
+    """Its spelling was counted, though the text does not hold it."""
+    biased = {"logit_bias": {"257": 100}, "max_tokens": 3, "ignore_eos": True, "logprobs": 0}
+    for prompt in ("a", [97]):
+        (choice,) = letters.complete(prompt, **biased)["choices"]
+        assert choice["text"] == ""
+        assert choice["logprobs"]["tokens"] == ["<|im_start|>"] * 3
+        assert choice["logprobs"]["text_offset"] == [0, 0, 0]
