@@ -96,7 +96,10 @@ def run(options: LatencyOptions) -> int:
         if options.counts:
             counts = profile(cells, source.config.num_layers, device, options.profile, output.say)
     result = _result(options, held, ceiling, cells, counts) | {"gpu_state": states, "start": start}
-    output.end(_report(options, result))
+    done = _report(options, result)
+    output.end(done)
+    if options.plot is not None:  # last: a full disk must not take the figures along
+        options.plot.write_bytes(done.pictures[_title(result)])
     return 1 if result["failures"] else 0
 
 
@@ -234,9 +237,13 @@ def _result(
     }
 
 
+def _title(result: dict[str, Any]) -> str:
+    return f"{result['model']}: where a token's time goes"
+
+
 def _report(options: LatencyOptions, result: dict[str, Any]) -> Report:
     """The tables of a result, and its picture where one was asked for or a page has room for it."""
-    cells, title = result["cells"], f"{result['model']}: where a token's time goes"
+    cells, title = result["cells"], _title(result)
     tables: dict[str, Sequence[Any]] = {
         "Tokens": report.rows(result["model"], cells),
         "Launches, from the profiler": report.count_rows(cells),
@@ -251,7 +258,5 @@ def _report(options: LatencyOptions, result: dict[str, Any]) -> Report:
     if options.plot is not None or (options.output.html is not None and has_matplotlib()):
         bars = result["split"] or report.unsplit(cells)
         pictures[title] = token_time(title, bars)
-        if options.plot is not None:
-            options.plot.write_bytes(pictures[title])
     records = [{"model": result["model"], **cell} for cell in cells]
     return Report(result, tables, report.footnotes(result), records, pictures)

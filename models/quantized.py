@@ -173,7 +173,11 @@ def fill_projection(
     assert isinstance(rows, LowBitRows)
     device, name = rows.weight.scales.device, piece.source.removesuffix(".weight")
     codes, scales, zeros = read_projection(name, piece.shape, stored, lambda part: tensor(part).to(device), has)
-    rows.weight.fill(rows.first, codes, scales, zeros)
+    kept = scales.to(rows.weight.scales.dtype)
+    if not bool(kept.isfinite().all()):
+        largest, dtype = scales.abs().max().item(), str(kept.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{name} has a scale of {largest:g}, and scales are kept in {dtype}, which does not hold it")
+    rows.weight.fill(rows.first, codes, kept, zeros)
 
 
 def check_projections(entries: dict[str, Any], where: str, table: Iterable[Piece], stored: Stored) -> set[str]:

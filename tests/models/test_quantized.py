@@ -242,6 +242,18 @@ def test_an_empty_scale_is_told_as_such(tmp_path):
         opened(tmp_path)
 
 
+def test_a_scale_beyond_the_dtype_it_is_kept_in_is_refused(tmp_path):
+    """It became infinity, and the model's logits no numbers."""
+    quantized(tmp_path, "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.scales"
+    tensors[name] = tensors[name].float()
+    tensors[name][0, 0] = 1e6
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj has a scale of 1e\+06, and scales are kept in float16"):
+        opened(tmp_path)
+
+
 def test_a_dense_weight_that_is_no_number_is_refused_by_name(tmp_path):
     def edit(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.inf
