@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from tests import checkpoints
-from tests.server.serving import TEXT, local_server
+from tests.server.serving import TEXT, local_server, texts_of
 
 DRAWS = 4096
 WEIGHTS = {"A": 0.5, "B": 0.3, "C": 0.15, "D": 0.05}
@@ -111,9 +111,13 @@ def test_equal_logits_go_to_the_lowest_id(fixed_five):
     """Ties were broken at random, so greedy answers changed between runs."""
     alone = fixed_five.complete([65], temperature=0, max_tokens=25)["choices"][0]["text"]
     assert alone == "A" * 25
-    for size in (2, 5, 8):
-        choices = fixed_five.complete([65], temperature=0, n=size, max_tokens=25)["choices"]
-        assert {choice["text"] for choice in choices} == {alone}
+    answers = []
+    for size in (*range(1, 9), *range(1, 9), *range(1, 9)):
+        answers += [choice["text"] for choice in fixed_five.complete([65], temperature=0, n=size, max_tokens=25)["choices"]]
+        events = fixed_five.events(TEXT, prompt=[65], temperature=0, n=size, max_tokens=25)
+        answers += ["".join(texts_of(events, index)) for index in range(size)]
+    assert len(answers) == 216
+    assert set(answers) == {alone}
 
 
 def test_a_logit_that_is_larger_by_one_step_of_bfloat16_wins(tmp_path):
