@@ -98,6 +98,10 @@ def settings(args: argparse.Namespace, label: str, sampling: Mapping[str, Any] |
         api_key, whence = os.environ.get(KEY_VARIABLE), f"${KEY_VARIABLE}"
     if api_key == "":
         raise ConfigError(f"{whence} is empty, which would lock nothing; leave it out or give a key")
+    if api_key is not None and not all("!" <= each <= "~" for each in api_key):
+        raise ConfigError(
+            f"{whence} holds a space or another character that no bearer token can; give one of letters and digits"
+        )
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"--port is {args.port}; it must lie between 0 and 65535")
     given = sampling_flags(args)

@@ -256,6 +256,12 @@ class TestStart:
         with pytest.raises(ConfigError, match=r"\$QUARTET_API_KEY is empty, which would lock nothing"):
             run(parser().parse_args(["--model", str(tmp_path / "nothing here"), "--port", "0"]))
 
+    @pytest.mark.parametrize("key", [" k ", "k\n", "cl\u00e9", "\udcff"])
+    def test_a_key_that_no_request_can_carry_is_refused(self, tmp_path, key):
+        """A space at its end, as from a file of variables, made a server that nobody could use."""
+        with pytest.raises(ConfigError, match="--api-key holds a space or another character that no bearer token can"):
+            run(parser().parse_args(["--model", str(tmp_path / "nothing here"), "--port", "0", "--api-key", key]))
+
     @pytest.mark.parametrize(
         ("flags", "values", "whose"),
         [
