@@ -163,7 +163,14 @@ async def _server(client: httpx.AsyncClient, options: HttpOptions) -> dict[str, 
         told = await client.get("runtime")
     except httpx.HTTPError as error:
         raise ConfigError(f"{options.url} does not answer as a server of OpenAI's API: {error}; check --url") from None
-    model = options.model or listed.json()["data"][0]["id"]
+    models = listed.json()["data"]
+    model = options.model or models[0]["id"]
+    room = next((each.get("max_model_len") for each in models if each["id"] == model), None)
+    if room is not None and options.prompt_len + options.gen_len > room:
+        raise ConfigError(
+            f"--prompt-len {options.prompt_len} and --gen-len {options.gen_len} do not fit the {room} positions of {model}; "
+            "lower one of them"
+        )
     return {"model": model, "runtime": told.json() if told.status_code == 200 else None}
 
 

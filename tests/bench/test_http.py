@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import json
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import httpx
 import pytest
 
 from bench.__main__ import run as door
-from bench.http import Answer, Failure, HttpOptions, _body, ask, result_of
+from bench.http import Answer, Failure, HttpOptions, _body, _server, ask, result_of
 from bench.output import Output
 from bench.samples import percentile
 from runtime.errors import ConfigError
@@ -112,6 +113,24 @@ def test_the_result_counts_failures_apart_and_flags_few_samples():
 def test_no_server_is_one_sentence(capsys):
     with pytest.raises(ConfigError, match="check --url"):
         door(["http", "--url", "http://127.0.0.1:9", "--requests", "1"])
+
+
+@pytest.mark.parametrize("room", [109, 110])
+def test_what_the_servers_context_cannot_hold_is_told_before_anything_is_sent(room):
+    """Every request was refused, or with millions of ids the client ran out of memory."""
+
+    def answer(request):
+        return httpx.Response(200, json={"data": [{"id": "m", "max_model_len": room}]})
+
+    async def told():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://x/v1/") as client:
+            return await _server(client, SimpleNamespace(model=None, url="http://x", prompt_len=100, gen_len=10))
+
+    if room < 110:
+        with pytest.raises(ConfigError, match="--prompt-len 100 and --gen-len 10 do not fit the 109 positions of m"):
+            asyncio.run(told())
+    else:
+        assert asyncio.run(told())["model"] == "m"
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999"])
