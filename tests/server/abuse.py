@@ -190,7 +190,7 @@ def settled(server: Process) -> dict[str, float]:
 
 def main_fuzz(server: Process, count: int) -> None:
     print(f"{count} fuzzed bodies: {dict(fuzz(server.port, count))}", flush=True)
-    examples = str(count // 32)  # of each operation, in three phases: with 312 some 5,000 requests
+    examples = str(count // 31)  # of each operation, in three phases: with 322 some 5,100 requests
     url = f"http://127.0.0.1:{server.port}/openapi.json"
     command = [
         "schemathesis",
