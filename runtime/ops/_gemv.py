@@ -1,4 +1,5 @@
-"""Owns what the GEMV kernels share: the two halves of programmatic dependent launch, the rest of a row, and launch options.
+"""Owns what the GEMV kernels share: the two halves of programmatic dependent launch, the walk over rows of weights
+(`stream_rows` for one token, `tokens_dot` for a batch), and launch options.
 
 Does not own any kernel. Letters here: IN and n are a weight's in and out features (`[n, IN]`), TOKENS the padded batch.
 """
