@@ -1,4 +1,4 @@
-"""Owns the products with INT4 weights: the three projections of a layer, and the LM head where it is asked for.
+"""Owns the products with INT4 weights, which are the projections of a layer; embedding and LM head stay dense.
 
 Does not own how the weights lie in memory (lowbit) or what the dense kernels share (_gemv).
 
