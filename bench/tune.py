@@ -79,15 +79,15 @@ def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callab
 
 def neighbours(tile: Any, key: TileKey) -> Iterator[Any]:
     """Tiles one move away: a number halved or doubled, a switch turned, within what the kernels allow."""
-    most = {"warps": 16, "stages": 8, "splits": 8, "block": 256, "min_keys": 512, "blocks_per_sm": 8, "ahead": 16, "held": 2}
+    most = {"warps": 16, "stages": 8, "splits": 8, "block": 256, "min_keys": 512, "blocks_per_sm": 8, "ahead": 16}
     single, attention = key.rows == "single", key.kernel == "attention"
-    least = {} if single or attention else {"rows": 16, "k_slice": 16, "ahead": 0, "held": 0}
+    least = {} if single or attention else {"rows": 16, "k_slice": 16}
     if not attention:
         most |= {"rows": min(256, key.out), "k_slice": key.width}
         if single:
-            most |= {"splits": 0, "held": -1, "stages": 0}  # one row's kernels have none of these
-        elif key.kernel != "proj_residual":
-            most["splits"] = 0
+            most |= {"splits": 0, "stages": 0}  # one row's kernels have neither
+        else:
+            most |= {"ahead": 0} | ({} if key.kernel == "proj_residual" else {"splits": 0})
     for each in fields(tile):
         value = getattr(tile, each.name)
         moves = [not value] if isinstance(value, bool) else [value // 2, value * 2 or 1] if isinstance(value, int) else []

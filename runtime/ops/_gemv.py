@@ -60,8 +60,8 @@ def let_next_start(PDL: tl.constexpr):
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
     """Everything earlier kernels wrote may be read from here on. Every block comes here exactly once, idle or not."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    if PDL:  # Triton 3.9 pipelines no loop that holds its own `gdc_wait`
+        tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -180,48 +180,27 @@ def prefetch(pointers, PDL: tl.constexpr):
 
 
 @triton.jit
-def prefetch_rows(weight_ptr, r, start, AHEAD: tl.constexpr, IN: tl.constexpr, PDL: tl.constexpr):
-    """Prefetch in features start.. of rows r, AHEAD lines of 128 bytes a row."""
-    if AHEAD > 0:
-        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        k = tl.minimum(start + tl.arange(0, AHEAD) * LINE, IN - 1)
-        prefetch(weight_ptr + r[:, None] * IN + k[None, :], PDL)
-
-
-@triton.jit
-def _slice_dot(acc, w, x_ptr, scales_ptr, r, s, mask, IN: tl.constexpr, GROUP: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """acc + a slice of weights w `[ROWS, K]` from place s of a row on, times x `[K, TOKENS]`, x_ptr pointing to place 0. FP8:
-    words of two weights, and x from both halves of a row; where GROUP in features share a scale, times that."""
+def _slice_dot(acc, w, x, x_high, scales_ptr, r, s, IN: tl.constexpr, GROUP: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """acc + a slice of weights w `[ROWS, K]` from place s of a row on, times x `[TOKENS, K]`. FP8: words of two weights, the
+    second of which meets x_high, from the other half of a row; where GROUP in features share a scale, times that."""
     if scales_ptr is not None:
         parts = fp8_operands(w, DOT_DTYPE)
         for half in tl.static_range(2):
-            at = half * (IN // 2) + s
-            x = tl.trans(tl.load(x_ptr + at, mask=mask, other=0.0).to(DOT_DTYPE))
+            tokens = tl.trans((x_high if half else x).to(DOT_DTYPE))
             if GROUP > 0:
-                scales = tl.load(scales_ptr + r * (IN // GROUP) + at // GROUP)
-                acc += tl.dot(parts[half], x, input_precision="ieee") * scales[:, None]
+                scales = tl.load(scales_ptr + r * (IN // GROUP) + (half * (IN // 2) + s) // GROUP)
+                acc += tl.dot(parts[half], tokens, input_precision="ieee") * scales[:, None]
             else:
-                acc = tl.dot(parts[half], x, acc, input_precision="ieee")
+                acc = tl.dot(parts[half], tokens, acc, input_precision="ieee")
     else:
-        x = tl.trans(tl.load(x_ptr + s, mask=mask, other=0.0).to(DOT_DTYPE))
-        acc = tl.dot(w.to(DOT_DTYPE), x, acc, input_precision="ieee")
+        acc = tl.dot(w.to(DOT_DTYPE), tl.trans(x.to(DOT_DTYPE)), acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def held_slices(weight_ptr, r, start, slices, turn, WIDE: tl.constexpr, K_SLICE: tl.constexpr, HELD: tl.constexpr):
-    """Load the HELD slices that `tokens_dot` begins with, before the wait."""
-    tile = weight_ptr + r[:, None] * WIDE + tl.arange(0, K_SLICE)[None, :]
-    held = ()
-    for i in tl.static_range(HELD):
-        held = held + (tl.load(tile + (start + (i + turn) % slices * K_SLICE)),)  # type: ignore[assignment]  # noqa: RUF005
-    return held
-
-
-@triton.jit
 def tokens_dot(
-    held,
     x_ptr,
+    squares_ptr,
     weight_ptr,
     scales_ptr,
     r,
@@ -231,33 +210,61 @@ def tokens_dot(
     slices,
     turn,
     end,
+    eps,
     IN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SCALE: tl.constexpr,
     K_SLICE: tl.constexpr,
-    HELD: tl.constexpr,
     GROUP: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Rows r of the weights with tokens b of x `[batch, IN]` over `slices` slices of a row from `start` on, the turn-th first,
-    and over what is left up to `end` behind its last whole slice: `[ROWS, TOKENS]` float32. FP8 in words of two weights."""
+    """Rows r of the weights with tokens b of x `[batch, IN]` over `slices` slices of a row from `start` on, at least one, the
+    turn-th first, and over what is left up to `end` behind its last whole slice: `[ROWS, TOKENS]` float32, times the tokens'
+    1 / rms where PARTS parts of their squares are given. FP8 in words of two weights.
+
+    The wait is in here. For dense weights it is in the first turn of the loop: Triton asks for the weights of as many slices as
+    it has stages less one before the loop begins, and so before the wait. x must not be among them, so it comes through
+    registers, one slice ahead. FP8, whose turns are longer, waits before the loop and lets x come as the weights do.
+    """
     FP8: tl.constexpr = scales_ptr is not None
     WIDE: tl.constexpr = IN // 2 if FP8 else IN
     k = tl.arange(0, K_SLICE)
     acc = tl.zeros((r.shape[0], b.shape[0]), tl.float32)
+    factor = tl.zeros((b.shape[0],), tl.float32)
+    next_x = tl.zeros((b.shape[0], K_SLICE), x_ptr.dtype.element_ty)
     weight_ptr += r[:, None] * WIDE + k[None, :]
     x_ptr += b[:, None] * IN + k[None, :]
-    for i in tl.static_range(HELD):
+    if FP8:
+        wait_for_previous(PDL)
+        if PARTS > 0:
+            factor = inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, SCALE)
+    for i in range(slices):
         s = start + (i + turn) % slices * K_SLICE
-        acc = _slice_dot(acc, held[i], x_ptr, scales_ptr, r, s, live[:, None], IN, GROUP, DOT_DTYPE)
-    for i in range(HELD, slices):
-        s = start + (i + turn) % slices * K_SLICE
-        acc = _slice_dot(acc, tl.load(weight_ptr + s), x_ptr, scales_ptr, r, s, live[:, None], IN, GROUP, DOT_DTYPE)
+        w = tl.load(weight_ptr + s)
+        if FP8:
+            x = tl.load(x_ptr + s, mask=live[:, None], other=0.0)
+            x_high = tl.load(x_ptr + WIDE + s, mask=live[:, None], other=0.0)
+        else:
+            if i == 0:
+                wait_for_previous(PDL)
+                next_x = tl.load(x_ptr + s, mask=live[:, None], other=0.0)
+                if PARTS > 0:
+                    factor = inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, SCALE)
+            x, x_high = next_x, next_x
+            next_x = tl.load(x_ptr + (start + (i + 1 + turn) % slices * K_SLICE), mask=live[:, None], other=0.0)
+        acc = _slice_dot(acc, w, x, x_high, scales_ptr, r, s, IN, GROUP, DOT_DTYPE)
     DONE: tl.constexpr = WIDE // K_SLICE * K_SLICE
     if DONE < WIDE:
         inside = (DONE + k < end)[None, :]
         w = tl.load(weight_ptr + DONE, mask=inside, other=0)
-        acc = _slice_dot(acc, w, x_ptr, scales_ptr, r, DONE, live[:, None] & inside, IN, GROUP, DOT_DTYPE)
+        x = tl.load(x_ptr + DONE, mask=live[:, None] & inside, other=0.0)
+        x_high = tl.load(x_ptr + WIDE + DONE, mask=live[:, None] & inside, other=0.0) if FP8 else x
+        acc = _slice_dot(acc, w, x, x_high, scales_ptr, r, DONE, IN, GROUP, DOT_DTYPE)
     if FP8 and GROUP == 0:
         acc *= tl.load(scales_ptr + r)[:, None]
+    if PARTS > 0:
+        acc *= factor[None, :]
     return acc
 
 
@@ -277,7 +284,7 @@ def operands(linear: Linear, tile: Tile, batch: int) -> tuple[tuple[Tensor, Tens
     """A projection's weight, bias and scales as the kernels take them, and the constants that go with them. A kernel without
     scales (None, which is no argument of the compiled kernel) is that of dense weights."""
     weight, shape = linear.weight, {"IN": linear.weight.shape[1], "HAS_BIAS": linear.bias is not None}
-    shape |= {"ROWS": tile.rows, "AHEAD": tile.ahead} | ({} if batch == 1 else {"HELD": tile.held})
+    shape |= {"ROWS": tile.rows} | ({"AHEAD": tile.ahead} if batch == 1 else {})
     if isinstance(weight, Tensor):
         return (weight, linear.bias if linear.bias is not None else weight, None), shape | {"GROUP": 0, "K_SLICE": tile.k_slice}
     assert isinstance(weight, Fp8)

@@ -5,6 +5,7 @@ Does not own prefill attention (models.decoder, through SDPA) or the projections
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,21 +41,66 @@ def _normed(x, partner, g, g_other, eps, D: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, k, key, end, DOT_DTYPE: tl.constexpr):
-    """q `[GROUP_PAD, D_PAD]` on keys k `[BLOCK, D_PAD]` -> `[GROUP_PAD, BLOCK]`, -inf past the split's end."""
-    scores = tl.dot(q.to(DOT_DTYPE), tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
-    return tl.where(key[None, :] < end, scores, float("-inf"))
+def _old_keys(k_ptr, v_ptr, s, end, d, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Keys and values `[BLOCK, D_PAD]` of positions from s on, zeros past the end."""
+    key = s + tl.arange(0, BLOCK)
+    offsets = key[:, None].to(tl.int64) * D + d[None, :]
+    mask = (key[:, None] < end) & (d < D)[None, :]
+    return tl.load(k_ptr + offsets, mask=mask, other=0.0), tl.load(v_ptr + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def _absorb(scores, v, top, total, acc, DOT_DTYPE: tl.constexpr):
-    """Take a block of scores and values into the running maximum, total and weighted sum."""
+def _absorb(query, k, v, s, end, top, total, acc, DOT_DTYPE: tl.constexpr):
+    """Take the keys and values of positions from s on into the running maximum, total and weighted sum (online softmax)."""
+    scores = tl.dot(query, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
+    scores = tl.where((s + tl.arange(0, k.shape[0]))[None, :] < end, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     old = tl.exp2(top - new_top)
     p = tl.exp2(scores - new_top[:, None])
     total = total * old + tl.sum(p, 1)
     acc = acc * old[:, None] + tl.dot(p.to(DOT_DTYPE), v.to(DOT_DTYPE), input_precision="ieee")
     return new_top, total, acc
+
+
+@triton.jit
+def _begin(
+    q_ptr, k_ptr, v_ptr, cos, sin, norms, row, head, split, position, g, d, scale, eps,
+    ROTATE: tl.constexpr, HEAD_NORM: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """After the wait: the query, normed, rotated and scaled, in DOT_DTYPE, and maximum, total and weighted sum so far: those of
+    the current key and value in split 0, which also writes them to the cache; elsewhere of nothing."""
+    half: tl.constexpr = D // 2
+    other = tl.where(d < half, d + half, d - half)  # the rotation pairs i with i + D/2
+    q_mask = (g[:, None] < GROUP) & (d < D)[None, :]
+    own = d < tl.where(split == 0, D, 0)
+    now = position.to(tl.int64) * D + d[None, :]
+    if ROTATE:
+        # From the projection's float32 sums: per-head norms, rotation, and the cache write.
+        q_ptr += row * (K * GROUP + 2 * K) * D
+        k_row = (K * GROUP + head) * D
+        q = tl.load(q_ptr + (head * GROUP + g[:, None]) * D + d[None, :], mask=q_mask, other=0.0)
+        q_other = tl.load(q_ptr + (head * GROUP + g[:, None]) * D + other[None, :], mask=q_mask, other=0.0)
+        k_now = tl.load(q_ptr + k_row + d, mask=own, other=0.0)[None, :]
+        k_other = tl.load(q_ptr + k_row + other, mask=own, other=0.0)[None, :]
+        v_now = tl.load(q_ptr + k_row + K * D + d, mask=own, other=0.0)[None, :].to(v_ptr.dtype.element_ty)
+        if HEAD_NORM:
+            q_g, q_g_other, k_g, k_g_other = norms
+            q, q_other = _normed(q, q_other, q_g, q_g_other, eps, D)
+            k_now, k_other = _normed(k_now, k_other, k_g, k_g_other, eps, D)
+        q = q * cos + q_other * sin
+        k_now = (k_now * cos + k_other * sin).to(k_ptr.dtype.element_ty)
+        tl.store(k_ptr + now, k_now, mask=own[None, :])
+        tl.store(v_ptr + now, v_now, mask=own[None, :])
+    else:
+        q = tl.load(q_ptr + ((row * K + head) * GROUP + g[:, None]) * D + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
+        k_now = tl.load(k_ptr + now, mask=own[None, :], other=0.0)
+        v_now = tl.load(v_ptr + now, mask=own[None, :], other=0.0)
+    q *= scale * 1.4426950408889634  # scores in base 2: exp2 is one instruction
+    top = tl.where(split == 0, tl.sum(q * k_now.to(tl.float32), 1), float("-inf"))
+    total = tl.where(split == 0, tl.full((g.shape[0],), 1.0, tl.float32), 0.0)
+    acc = tl.zeros((g.shape[0], d.shape[0]), tl.float32) + v_now.to(tl.float32)
+    return q.to(DOT_DTYPE), top, total, acc
 
 
 @triton.jit
@@ -140,76 +186,65 @@ def _attention_kernel(
     half: tl.constexpr = D // 2
     other = tl.where(d < half, d + half, d - half)  # the rotation pairs i with i + D/2
     d_mask = d < D
+    q_mask = (g[:, None] < GROUP) & d_mask[None, :]
 
     start, end, active = share_of_keys(slot, position, split, splits, WINDOW, BLOCK, MIN_KEYS)
 
-    # What no kernel of this step writes is loaded before the wait: the first block of old keys and values, and the tables.
+    # What no kernel of this step writes is loaded before the wait: old keys and values, and the tables. With stages Triton asks
+    # for STAGES - 1 blocks of keys before the loop begins, so the wait is in its first turn; without, the first block is held
+    # in registers.
     base = (tl.maximum(slot, 0) * K + head) * capacity * D
     k_ptr += base
     v_ptr += base
-    key = start + tl.arange(0, BLOCK)
-    offsets = key[:, None].to(tl.int64) * D + d[None, :]
-    mask = (key[:, None] < end) & d_mask[None, :]
-    k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
-    v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    if STAGES == 1:
+        k, v = _old_keys(k_ptr, v_ptr, start, end, d, D, BLOCK)
+    cos, sin = 0.0, 0.0
+    norms = ()  # type: tuple[Any, ...]
     if ROTATE:
         angle = position.to(tl.int64) * half + tl.where(d < half, d, other)
         cos = tl.load(cos_ptr + angle, mask=d_mask, other=0.0)[None, :]
         sin = tl.load(sin_ptr + angle, mask=d_mask, other=0.0)[None, :]
         sin = tl.where(d[None, :] < half, -sin, sin)
     if HEAD_NORM:
-        q_g = tl.load(q_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-        q_g_other = tl.load(q_norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-        k_g = tl.load(k_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-        k_g_other = tl.load(k_norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :]
-    wait_for_previous(PDL)
-    q_mask = (g[:, None] < GROUP) & d_mask[None, :]
-    if slot < 0:
-        if split == 0:
+        norms = (
+            tl.load(q_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :],
+            tl.load(q_norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :],
+            tl.load(k_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :],
+            tl.load(k_norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :],
+        )
+    if STAGES == 1:
+        wait_for_previous(PDL)
+    if (slot < 0) | (split >= active):
+        if STAGES > 1:
+            wait_for_previous(PDL)
+        if (slot < 0) & (split == 0):
             zeros = tl.zeros((GROUP_PAD, D_PAD), out_ptr.dtype.element_ty)
             tl.store(out_ptr + ((row * K + head) * GROUP + g[:, None]) * D + d[None, :], zeros, mask=q_mask)
         return
-    if split >= active:
-        return
 
-    own = d < tl.where(split == 0, D, 0)  # the current key and value belong to split 0; elsewhere they are zeros
-    now = position.to(tl.int64) * D + d[None, :]
-    if ROTATE:
-        # q and the current k from the projection's float32 sums: per-head norms, rotation, and (in split 0) the cache write.
-        q_ptr += row * (K * GROUP + 2 * K) * D
-        k_row = (K * GROUP + head) * D
-        q = tl.load(q_ptr + (head * GROUP + g[:, None]) * D + d[None, :], mask=q_mask, other=0.0)
-        q_other = tl.load(q_ptr + (head * GROUP + g[:, None]) * D + other[None, :], mask=q_mask, other=0.0)
-        k_now = tl.load(q_ptr + k_row + d, mask=own, other=0.0)[None, :]
-        k_other = tl.load(q_ptr + k_row + other, mask=own, other=0.0)[None, :]
-        v_now = tl.load(q_ptr + k_row + K * D + d, mask=own, other=0.0)[None, :].to(v_ptr.dtype.element_ty)
-        if HEAD_NORM:
-            q, q_other = _normed(q, q_other, q_g, q_g_other, eps, D)
-            k_now, k_other = _normed(k_now, k_other, k_g, k_g_other, eps, D)
-        q = q * cos + q_other * sin
-        k_now = (k_now * cos + k_other * sin).to(k_ptr.dtype.element_ty)
-        tl.store(k_ptr + now, k_now, mask=own[None, :])
-        tl.store(v_ptr + now, v_now, mask=own[None, :])
+    first = start
+    if STAGES == 1:
+        query, top, total, acc = _begin(
+            *(q_ptr, k_ptr, v_ptr, cos, sin, norms, row, head, split, position, g, d, scale, eps),
+            *(ROTATE, HEAD_NORM, K, GROUP, D, DOT_DTYPE),
+        )
+        top, total, acc = _absorb(query, k, v, start, end, top, total, acc, DOT_DTYPE)
+        first = start + BLOCK
     else:
-        q = tl.load(q_ptr + ((row * K + head) * GROUP + g[:, None]) * D + d[None, :], mask=q_mask, other=0.0).to(tl.float32)
-        k_now = tl.load(k_ptr + now, mask=own[None, :], other=0.0)
-        v_now = tl.load(v_ptr + now, mask=own[None, :], other=0.0)
-    q *= scale * 1.4426950408889634  # scores in base 2: exp2 is one instruction
-
-    # Online softmax; it begins with the current key in split 0 and with nothing in the others.
-    top = tl.where(split == 0, tl.sum(q * k_now.to(tl.float32), 1), float("-inf"))
-    total = tl.where(split == 0, tl.full((GROUP_PAD,), 1.0, tl.float32), 0.0)
-    acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32) + v_now.to(tl.float32)
-    scores = _scores(q, k, key, end, DOT_DTYPE)
-    top, total, acc = _absorb(scores, v, top, total, acc, DOT_DTYPE)
-    for s in tl.range(start + BLOCK, end, BLOCK, num_stages=STAGES):
-        key = s + tl.arange(0, BLOCK)
-        offsets = key[:, None].to(tl.int64) * D + d[None, :]
-        mask = (key[:, None] < end) & d_mask[None, :]
-        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
-        scores = _scores(q, k, key, end, DOT_DTYPE)
-        top, total, acc = _absorb(scores, v, top, total, acc, DOT_DTYPE)
+        query = tl.zeros((GROUP_PAD, D_PAD), DOT_DTYPE)
+        top = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+        total = tl.zeros((GROUP_PAD,), tl.float32)
+        acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
+    for s in tl.range(first, end if STAGES == 1 else tl.maximum(end, start + 1), BLOCK, num_stages=STAGES):
+        k, v = _old_keys(k_ptr, v_ptr, s, end, d, D, BLOCK)
+        if STAGES > 1:  # noqa: SIM102
+            if s == start:
+                wait_for_previous(PDL)
+                query, top, total, acc = _begin(
+                    *(q_ptr, k_ptr, v_ptr, cos, sin, norms, row, head, split, position, g, d, scale, eps),
+                    *(ROTATE, HEAD_NORM, K, GROUP, D, DOT_DTYPE),
+                )
+        top, total, acc = _absorb(query, k, v, s, end, top, total, acc, DOT_DTYPE)
 
     out_ptr += (row * K + head) * GROUP * D
     if active == 1:
@@ -251,7 +286,7 @@ def attention_tile(spec: Attention, batch: int, itemsize: int) -> AttentionTile:
         return AttentionTile(128, 128, 4, 1)
     if spec.heads == spec.kv_heads:
         return AttentionTile(32, 32, 2, 4, blocks_per_sm=4)
-    return AttentionTile(64, 64, 4, 2, blocks_per_sm=4)
+    return AttentionTile(64, 64, 4, 3)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,9 @@ class Tile:
         rows: power of two, at most the weight's rows (of gate alone for norm_gate_up); 16 and up for batches.
         k_slice: power of two, at most the in features; 16 and up for batches, 32 and up with FP8 weights (half of it from
             each half of the in features).
-        warps, stages: Triton's; stages above 1 pipeline the loads of the slices, for batches.
+        warps, stages: Triton's; batches keep one slice less than stages on their way and ask for those before the wait.
         splits: blocks that share a row's in features; proj_residual's batches only.
-        ahead: one row: slices that a thread keeps on their way, asked for before the wait. Batches: lines of 128 bytes of each
-            row fetched to L2 before the wait, a power of two or 0.
-        held: slices loaded to registers before the wait; batches only.
+        ahead: slices that a thread keeps on their way and asks for before the wait; one row only.
     """
 
     rows: int
@@ -31,7 +29,6 @@ class Tile:
     stages: int
     splits: int = 1
     ahead: int = 2
-    held: int = 0
 
 
 SINGLE: dict[tuple[Kernel, int, int], Tile] = {
@@ -57,17 +54,19 @@ SINGLE_ALONE: dict[tuple[Kernel, int, int], Tile] = {
 """Batch 1 without programmatic dependent launch: no kernel comes in behind a long last wave."""
 
 BATCH: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(64, 64, 4, 6, ahead=0),
-    ("norm_linear", 6144, 4096): Tile(64, 256, 4, 5),
-    ("norm_linear", 32000, 4096): Tile(64, 64, 4, 8),
-    ("norm_linear", 128256, 4096): Tile(64, 128, 4, 8),
-    ("norm_gate_up", 11008, 4096): Tile(64, 128, 4, 5, ahead=0, held=1),
-    ("norm_gate_up", 14336, 4096): Tile(64, 128, 4, 4, ahead=0, held=1),
-    ("proj_residual", 4096, 4096): Tile(64, 128, 4, 8, splits=2),
-    ("proj_residual", 4096, 11008): Tile(64, 128, 4, 8, splits=2, ahead=0),
-    ("proj_residual", 4096, 14336): Tile(64, 256, 4, 5, splits=2),
+    ("norm_linear", 12288, 4096): Tile(64, 256, 4, 3),
+    ("norm_linear", 6144, 4096): Tile(64, 512, 4, 3),
+    ("norm_linear", 32000, 4096): Tile(64, 256, 4, 4),
+    ("norm_linear", 128256, 4096): Tile(64, 512, 4, 3),
+    ("norm_gate_up", 11008, 4096): Tile(64, 128, 4, 3),
+    ("norm_gate_up", 14336, 4096): Tile(32, 256, 4, 3),
+    ("proj_residual", 4096, 4096): Tile(64, 256, 4, 4, splits=2),
+    ("proj_residual", 4096, 11008): Tile(64, 256, 4, 4, splits=2),
+    ("proj_residual", 4096, 14336): Tile(64, 512, 4, 3, splits=2),
 }
-"""Batches of 2 to 16 on an H200. 64 rows: with fewer, Triton has no wgmma for them."""
+"""Batches of 2 to 16 on an H200. 64 rows (of gate and up together): with fewer, Triton has no wgmma for them. Slices of 32 KB
+and more, since a turn of the loop costs as much for small ones; three of them leave room for a second block an SM, whose loads
+are on their way while the first one waits."""
 
 FP8_SINGLE: dict[tuple[Kernel, int, int], Tile] = {
     ("norm_linear", 12288, 4096): Tile(4, 4096, 4, 1),
@@ -81,13 +80,13 @@ FP8_SINGLE: dict[tuple[Kernel, int, int], Tile] = {
 """Batch 1, FP8 weights: several rows a block, for what x takes is shared by them."""
 
 FP8_BATCH: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(64, 512, 4, 4, ahead=0),
-    ("norm_linear", 6144, 4096): Tile(64, 512, 4, 4, ahead=0),
-    ("norm_gate_up", 11008, 4096): Tile(64, 256, 4, 3, ahead=0),
-    ("norm_gate_up", 14336, 4096): Tile(64, 256, 4, 3, ahead=0),
-    ("proj_residual", 4096, 4096): Tile(64, 256, 4, 4, splits=4, ahead=0),
-    ("proj_residual", 4096, 11008): Tile(64, 256, 4, 4, splits=4, ahead=0, held=1),
-    ("proj_residual", 4096, 14336): Tile(64, 256, 4, 4, splits=4, ahead=0, held=1),
+    ("norm_linear", 12288, 4096): Tile(64, 512, 4, 4),
+    ("norm_linear", 6144, 4096): Tile(64, 512, 4, 4),
+    ("norm_gate_up", 11008, 4096): Tile(64, 256, 4, 3),
+    ("norm_gate_up", 14336, 4096): Tile(64, 256, 4, 3),
+    ("proj_residual", 4096, 4096): Tile(64, 256, 4, 4, splits=4),
+    ("proj_residual", 4096, 11008): Tile(64, 256, 4, 4, splits=4),
+    ("proj_residual", 4096, 14336): Tile(64, 256, 4, 4, splits=4),
 }
 """Batches of 2 to 16, FP8 weights."""
 
@@ -134,18 +133,20 @@ def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
     """Slices that divide a row, 64 rows a block, and for a projection splits where blocks are few."""
     if itemsize == 1:  # words of two weights
         tile = _batch_rule(kernel, n, width // 2, 2)
-        return replace(tile, k_slice=min(2 * tile.k_slice, 128 if kernel == "norm_gate_up" else 256))
+        return replace(tile, k_slice=min(2 * tile.k_slice, 128 if kernel == "norm_gate_up" else 256), stages=5)
     divisor = width & -width
     rows = min(64, max(16, _floor_power(n)))
     if itemsize > 2:
         return Tile(16, min(32, max(16, _floor_power(width))), 4, 2)
-    k_slice = min(128, divisor) if divisor >= 32 else min(32, max(16, _floor_power(width)))
-    if kernel != "proj_residual":
-        return Tile(rows, k_slice, 4, 5)
+    k_slice = min(256, divisor) if divisor >= 32 else min(32, max(16, _floor_power(width)))
+    if kernel == "norm_gate_up":
+        return Tile(rows, min(k_slice, 128), 4, 3)
+    if kernel == "norm_linear":
+        return Tile(rows, k_slice, 4, 3)
     splits = 1
     while splits < 4 and -(-n // rows) * splits < FEW_BLOCKS // 2 and _splits_fit(width // k_slice, splits * 2):
         splits *= 2
-    return Tile(rows, k_slice, 4, 6, splits)
+    return Tile(rows, k_slice, 4, 4, splits)
 
 
 def _splits_fit(slices: int, splits: int) -> bool:

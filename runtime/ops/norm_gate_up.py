@@ -9,13 +9,9 @@ from runtime.ops._gemv import (
     Scaled,
     dot_dtype,
     first_slices,
-    held_slices,
-    inverse_rms,
     launch_options,
     let_next_start,
-    load_squares,
     operands,
-    prefetch_rows,
     stream_rows,
     tokens_dot,
     wait_for_previous,
@@ -88,8 +84,6 @@ def _norm_gate_up_batch_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    HELD: tl.constexpr,
     TOKENS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -105,16 +99,10 @@ def _norm_gate_up_batch_kernel(
     weight_ptr += row.to(tl.int64) * WIDE
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
-    SLICES: tl.constexpr = WIDE // K_SLICE
-    turn = block * STAGGER
-    prefetch_rows(weight_ptr, both, 0, AHEAD, WIDE, PDL)
-    held = held_slices(weight_ptr, both, 0, SLICES, turn, WIDE, K_SLICE, HELD)
-    wait_for_previous(PDL)
-    squares = load_squares(squares_ptr, b, PARTS)
     acc = tokens_dot(
-        held, scaled_ptr, weight_ptr, scales_ptr, both, b, live, 0, SLICES, turn, WIDE, IN, K_SLICE, HELD, GROUP, DOT_DTYPE
+        *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, both, b, live, 0, WIDE // K_SLICE, block * STAGGER, WIDE, eps),
+        *(IN, PARTS, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),
     )
-    acc *= inverse_rms(squares, eps, IN, SCALE)[None, :]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, ROWS, TOKENS]), (1, 2, 0)))
     r = tl.arange(0, ROWS)
     out = _silu_mul(gate, up, bias_ptr, row, r, n, 1, HAS_BIAS).to(out_ptr.dtype.element_ty)

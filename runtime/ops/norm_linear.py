@@ -14,13 +14,9 @@ from runtime.ops._gemv import (
     Scaled,
     dot_dtype,
     first_slices,
-    held_slices,
-    inverse_rms,
     launch_options,
     let_next_start,
-    load_squares,
     operands,
-    prefetch_rows,
     stream_rows,
     tokens_dot,
     wait_for_previous,
@@ -80,8 +76,6 @@ def _norm_linear_batch_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
-    AHEAD: tl.constexpr,
-    HELD: tl.constexpr,
     TOKENS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -96,16 +90,10 @@ def _norm_linear_batch_kernel(
     weight_ptr += row.to(tl.int64) * WIDE
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
-    prefetch_rows(weight_ptr, r, 0, AHEAD, WIDE, PDL)
-    SLICES: tl.constexpr = WIDE // K_SLICE
-    turn = block * STAGGER
-    held = held_slices(weight_ptr, r, 0, SLICES, turn, WIDE, K_SLICE, HELD)
-    wait_for_previous(PDL)
-    squares = load_squares(squares_ptr, b, PARTS)
     acc = tokens_dot(
-        held, scaled_ptr, weight_ptr, scales_ptr, r, b, live, 0, SLICES, turn, WIDE, IN, K_SLICE, HELD, GROUP, DOT_DTYPE
+        *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, r, b, live, 0, WIDE // K_SLICE, block * STAGGER, WIDE, eps),
+        *(IN, PARTS, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),
     )
-    acc *= inverse_rms(squares, eps, IN, SCALE)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + row + r).to(tl.float32)[:, None]
     tl.store(out_ptr + b[None, :].to(tl.int64) * n + row + r[:, None], acc, mask=live[None, :])

@@ -12,11 +12,9 @@ from runtime.ops._gemv import (
     Scaled,
     dot_dtype,
     first_slices,
-    held_slices,
     launch_options,
     let_next_start,
     operands,
-    prefetch_rows,
     stream_rows,
     tokens_dot,
     wait_for_previous,
@@ -79,8 +77,6 @@ def _proj_residual_batch_kernel(
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
     SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    HELD: tl.constexpr,
     TOKENS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -101,13 +97,10 @@ def _proj_residual_batch_kernel(
     start = split * SHARE
     slices = tl.minimum(SLICES - start, SHARE)
     start *= K_SLICE
-    turn = block * STAGGER
-    prefetch_rows(weight_ptr, r, start, AHEAD, WIDE, PDL)
-    held = held_slices(weight_ptr, r, start, slices, turn, WIDE, K_SLICE, HELD)
-    wait_for_previous(PDL)
     end = tl.where(split == SPLITS - 1, WIDE, 0)
     acc = tokens_dot(
-        held, a_ptr, weight_ptr, scales_ptr, r, b, live, start, slices, turn, end, IN, K_SLICE, HELD, GROUP, DOT_DTYPE
+        *(a_ptr, None, weight_ptr, scales_ptr, r, b, live, start, slices, block * STAGGER, end, 0.0),
+        *(IN, 0, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),
     )
 
     last = True

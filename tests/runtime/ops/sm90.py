@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections import deque
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -51,8 +52,38 @@ class Compiled:
     @cached_property
     def code(self) -> list[str]:
         """Instructions, one a line, without predicates."""
-        lines = (line.split("//")[0].strip() for line in self.ptx.splitlines())
-        return [re.sub(r"^@!?%p\d+\s+", "", line) for line in lines if line.endswith(";")]
+        return [re.sub(r"^@!?%p\d+\s+", "", line) for line in self._lines if line.endswith(";")]
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return [line.split("//")[0].strip() for line in self.ptx.splitlines()]
+
+    @cached_property
+    def before_wait(self) -> set[int]:
+        """Indices into `code` of what runs before a wait: on the shortest way from the start to each, or all if there is none.
+        A loop whose first turn waits is so seen up to there, and what else is in it as coming after."""
+        labels, at = {}, 0
+        for line in self._lines:
+            if line.endswith(":"):
+                labels[line[:-1]] = at
+            at += line.endswith(";")
+        came_from, queue = {0: 0}, deque([0])
+        while queue:
+            at = queue.popleft()
+            operation, *rest = self.code[at].rstrip(";").split()
+            following = [] if operation == "ret" or operation == "bra.uni" else [at + 1]
+            following += [labels[rest[0]]] if operation.startswith("bra") else []
+            for each in following:
+                if each < len(self.code) and each not in came_from:
+                    came_from[each] = at
+                    queue.append(each)
+        waits = [i for i, line in enumerate(self.code) if line.startswith("griddepcontrol.wait")]
+        found: set[int] = set() if waits else set(range(len(self.code)))
+        for at in waits:
+            while at:
+                at = came_from[at]
+                found.add(at)
+        return found
 
     def first(self, instruction: str, start: int = 0) -> int | None:
         """Index into `code` of the first line from `start` on that begins with `instruction`."""
@@ -62,13 +93,11 @@ class Compiled:
     def reads(self) -> list[Read]:
         """Loads from global memory, into registers or by `cp.async`, in the order of the code."""
         made_of: dict[str, frozenset[str]] = {}
-        found, waited = [], False
-        for line in self.code:
+        found = []
+        for index, line in enumerate(self.code):
             operation, _, operands = line.replace("\t", " ").partition(" ")
             registers = re.findall(r"%\w+", operands)
-            if operation.startswith("griddepcontrol.wait"):
-                waited = True
-            elif operation.startswith("ld.param"):
+            if operation.startswith("ld.param"):
                 name = self.parameters[int(match[1])] if (match := re.search(r"_param_(\d+)\]", operands)) else ""
                 made_of[registers[0]] = frozenset({name} if name.endswith("_ptr") else ())
             elif operation.startswith(("ld.global", "cp.async.ca.shared", "cp.async.cg.shared")):
@@ -78,7 +107,7 @@ class Compiled:
                 else:
                     vector, bits = BITS.search(operation).groups()
                     size = int(vector or 1) * int(bits) // 8
-                read = Read(made_of.get(address, frozenset()), size, "evict_first" in operation, not waited)
+                read = Read(made_of.get(address, frozenset()), size, "evict_first" in operation, index in self.before_wait)
                 found.append(read)
             elif registers:
                 made_of[registers[0]] = frozenset().union(*(made_of.get(r, frozenset()) for r in registers[1:]))

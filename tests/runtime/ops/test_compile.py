@@ -108,15 +108,16 @@ def test_attention_in_float32_spills_nothing_either(ops):
 def test_every_fused_kernel_but_embed_lets_the_next_one_start_and_waits_once(model, batch, call):
     _, compiled = fused(model, batch, call)
     times = 0 if call == "embed" else 1
+    leaves = call == "attention" and batch > 1  # blocks with nothing to do, by a way of their own
     assert compiled.ptx.count("griddepcontrol.launch_dependents") == times
-    assert compiled.ptx.count("griddepcontrol.wait") == times
+    assert compiled.ptx.count("griddepcontrol.wait") == times + leaves
 
 
 @over(calls=CALLS[1:])
 def test_before_the_wait_nothing_is_written_and_only_what_lies_still_is_read(model, batch, call):
     _, compiled = fused(model, batch, call)
-    wait = compiled.first("griddepcontrol.wait")
-    assert not [line for line in compiled.code[:wait] if line.startswith(("st.global", "atom", "red."))]
+    before = [compiled.code[i] for i in compiled.before_wait]
+    assert not [line for line in before if line.startswith(("st.global", "atom", "red."))]
     early = set().union(*(read.pointers for read in compiled.reads if read.before_wait))
     assert early <= STEADY
     assert not [read for read in compiled.reads if not read.pointers]  # every address was traced to its pointer
@@ -135,16 +136,14 @@ def test_one_rows_first_weights_are_asked_for_before_the_wait_in_wide_loads_that
 
 
 @over(batches=(16,), calls=GEMVS)
-def test_a_batch_multiplies_by_wgmma_and_prefetches_what_its_tile_says_before_the_wait(model, batch, call):
+def test_a_batch_multiplies_by_wgmma_and_asks_for_all_slices_but_one_of_its_stages_before_the_wait(model, batch, call):
     launch, compiled = fused(model, batch, call)
     assert "wgmma.mma_async" in compiled.ptx
     weights = [read for read in compiled.reads if "weight_ptr" in read.pointers]
     assert {read.bytes for read in weights} == {16}
-    lines = launch.arguments["ROWS"] * launch.arguments["AHEAD"] * (2 if call == "norm_gate_up" else 1)
-    wait = compiled.first("griddepcontrol.wait")
-    asked = sum("prefetch.global.L2" in line for line in compiled.code[:wait])
-    assert asked == -(-lines // (32 * launch.options["num_warps"]))
-    assert not [line for line in compiled.code[wait:] if "prefetch.global" in line]
+    asked = sum(read.bytes for read in weights if read.before_wait) * 32 * launch.options["num_warps"]
+    slice_bytes = launch.arguments["ROWS"] * launch.arguments["K_SLICE"] * 2 * (2 if call == "norm_gate_up" else 1)
+    assert asked == (launch.options["num_stages"] - 1) * slice_bytes
 
 
 @over(calls=("attention", "o_proj", "down_proj", "sample"))
@@ -167,7 +166,7 @@ def test_attention_asks_for_its_first_keys_and_values_before_the_wait(model, bat
         reads = [read for read in compiled.reads if name in read.pointers]
         assert {read.bytes for read in reads} == {16}
         asked = sum(read.bytes for read in reads if read.before_wait) * 32 * launch.options["num_warps"]
-        assert asked == shape["BLOCK"] * shape["D_PAD"] * 2
+        assert asked == shape["BLOCK"] * shape["D_PAD"] * 2 * max(1, shape["STAGES"] - 1)
     assert "mma" in compiled.ptx
 
 
