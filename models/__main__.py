@@ -1,5 +1,10 @@
 """The door `python -m models`: what a checkpoint is, and whether Quartet runs it. Loads no weights, nor fetches them."""
 
+import signal
+
+# The imports take seconds; Ctrl-C meanwhile should end the process, not show where in torch it was.
+_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 from collections.abc import Sequence
 
@@ -9,6 +14,8 @@ from models.tokenizer import template_names
 from runtime.__main__ import run_door
 from runtime.config import DTYPES
 from runtime.errors import UnsupportedModelError
+
+signal.signal(signal.SIGINT, _interrupt)
 
 
 def describe(source: ModelSource, dtype: str) -> dict[str, str]:

@@ -9,12 +9,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import signal
 import sys
 
-if __name__ == "__main__":
-    # `python -m` puts the current folder first: one that holds a `models` of its own must not take the place of ours.
-    if sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
-        del sys.path[0]
-    # Until the server listens to signals itself Ctrl-C ends the process: no traceback out of an import that takes seconds.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# `python -m` puts the current folder first: one that holds a `models` of its own must not take the place of ours.
+if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+    del sys.path[0]
+# The imports take seconds; Ctrl-C meanwhile should end the process, not show where in torch it was.
+_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import asyncio
@@ -35,6 +34,8 @@ from server.app import Service, Settings, create_app, facts
 from server.logs import set_up
 from server.schema import SamplingDefaults
 from server.serve import bind, listen, serve
+
+signal.signal(signal.SIGINT, _interrupt)
 
 log = logging.getLogger("server")
 
@@ -179,7 +180,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """The console script: run and end the process."""
     args = parser().parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the server listens to signals itself
     run_door(lambda: run(args))
 
 

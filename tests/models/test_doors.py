@@ -230,9 +230,14 @@ def test_a_closed_descriptor_is_no_traceback(alphabet, capsys, monkeypatch, clos
     assert (ended.value.code, capsys.readouterr().out) == (code, shown)
 
 
-@pytest.mark.parametrize("words", [("runtime", "demo"), ("bench", "latency")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [("-m", "runtime"), ("-m", "bench"), ("-m", "models", "demo"), ("-m", "server"), ("-c", "import server.__main__")],
+    ids=" ".join,
+)
 def test_ctrl_c_while_torch_is_imported_shows_no_traceback(words):
-    command = [sys.executable, "-X", "importtime", "-m", *words]
+    """A console script imports its door under another name than `__main__`."""
+    command = [sys.executable, "-X", "importtime", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert any("torch." in line for line in process.stderr)  # its first modules are in
