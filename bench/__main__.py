@@ -31,7 +31,7 @@ from bench import check, compare, fusion, http, kernels, latency, launches, roof
 from bench.experiments import EXPERIMENTS
 from bench.output import Output
 from bench.steps import StepsOptions, device_failed
-from runtime.__main__ import add_engine_flags, engine_config, run_door
+from runtime.__main__ import add_engine_flags, engine_config, parse, run_door, typed_name
 from runtime.config import DTYPES, MAX_SLOTS, WEIGHTS, EngineConfig
 from runtime.device import resolve
 from runtime.errors import ConfigError, OutOfMemoryError
@@ -45,7 +45,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 def parser() -> argparse.ArgumentParser:
     """The flags of this door."""
-    flags = argparse.ArgumentParser(prog="python -m bench", description="Measure Quartet. The last line is one JSON object.")
+    flags = argparse.ArgumentParser(prog=typed_name("bench"), description="Measure Quartet. The last line is one JSON object.")
     commands = flags.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add, about in (
         ("latency", _add_latency, "first-token and inter-token times of every combination of flags, taking turns"),
@@ -249,7 +249,7 @@ def _list(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse and run one subcommand; its exit code. Raises QuartetError, DeviceError for any error of the device's."""
-    args = parser().parse_args(argv)
+    args = parse(parser(), argv)
     try:
         return cast(int, args.run(args))
     except torch.OutOfMemoryError as error:

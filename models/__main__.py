@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from models.config import ARCHITECTURES, ModelConfig
 from models.source import ModelSource, find_model
 from models.tokenizer import template_names
-from runtime.__main__ import run_door
+from runtime.__main__ import run_door, typed_name
 from runtime.config import DTYPES
 from runtime.errors import UnsupportedModelError
 
@@ -49,7 +49,7 @@ def describe(source: ModelSource, dtype: str) -> dict[str, str]:
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse the flags and print the lines; 1 where the model is not supported."""
     about = "Look at a checkpoint: family, shapes, bytes, and whether it is supported (exit code 1 if not). Loads no weights."
-    flags = argparse.ArgumentParser(prog="python -m models", description=about)
+    flags = argparse.ArgumentParser(prog=typed_name("models"), description=about)
     flags.add_argument(
         "model", metavar="MODEL", help="`demo`, a folder, a .gguf file, a Hugging Face hub id, or random:<shape>"
     )

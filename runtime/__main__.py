@@ -79,6 +79,22 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{name: getattr(args, name) for name in names})
 
 
+def typed_name(door: str) -> str:
+    """What a door's usage line calls it: its console script if that was typed."""
+    script = Path(sys.argv[0]).stem
+    return script if script.startswith("quartet-") else f"python -m {door}"
+
+
+def parse(flags: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the flags of a door that takes MODEL as --model; a word that stands alone is taken for one, and told so."""
+    args, unknown = flags.parse_known_args(argv)
+    if unknown:
+        alone = hasattr(args, "model") and not unknown[0].startswith("-")
+        hint = f"; a model is given as --model {unknown[0]}" if alone else ""
+        flags.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return args
+
+
 def run_door(run: Callable[[], int | None]) -> None:
     """Run a door and end the process: 0 or what `run` returns, 1 with one sentence for a QuartetError, 130 after Ctrl-C."""
     # Without a workspace cuBLAS does not split K of a product of few rows over two launches: one launch an operation, and no
@@ -111,7 +127,7 @@ def run_door(run: Callable[[], int | None]) -> None:
 def parser() -> argparse.ArgumentParser:
     """The flags of this door."""
     about = "Run a model in the terminal. Without a prompt: a chat on a terminal, otherwise the prompt is read from stdin."
-    flags = argparse.ArgumentParser(prog="python -m runtime", description=about)
+    flags = argparse.ArgumentParser(prog=typed_name("runtime"), description=about)
     add_engine_flags(flags, model_positional=True, slots=1)
     prompt = flags.add_argument_group("prompt")
     either = prompt.add_mutually_exclusive_group()

@@ -27,7 +27,7 @@ from typing import Any
 import uvloop
 
 from models import Loaded, find_model, load_engine, load_tokenizer
-from runtime.__main__ import add_engine_flags, engine_config, run_door
+from runtime.__main__ import add_engine_flags, engine_config, parse, run_door, typed_name
 from runtime.errors import ConfigError, RequestError
 from runtime.request import SamplingParams
 from server.app import Service, Settings, create_app, facts
@@ -44,7 +44,7 @@ KEY_VARIABLE = "QUARTET_API_KEY"
 
 def parser() -> argparse.ArgumentParser:
     """The flags of this door."""
-    flags = argparse.ArgumentParser(prog="python -m server", description="Serve a model over HTTP, with OpenAI's API.")
+    flags = argparse.ArgumentParser(prog=typed_name("server"), description="Serve a model over HTTP, with OpenAI's API.")
     add_engine_flags(flags, model_positional=False)
     http = flags.add_argument_group("server")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """The console script: run and end the process."""
-    args = parser().parse_args()
+    args = parse(parser())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the server listens to signals itself
     run_door(lambda: run(args))
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import runtime.__main__ as terminal
+from bench.__main__ import run as measure
 from models.__main__ import run as look
 from runtime.__main__ import run as talk
 from runtime.__main__ import run_door
 from runtime.errors import CheckpointError, RequestError, UnsupportedModelError
+from server.__main__ import main as serve
 from tests.checkpoints import chain, edit_json, tiny, tok_b, tok_s
 
 FLAGS = ["--max-len", "128", "--max-slots", "1"]
@@ -263,6 +265,23 @@ def test_a_models_folder_where_the_user_stands_is_not_taken_for_ours(tmp_path, a
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert done.stderr.startswith(said)
+
+
+@pytest.mark.parametrize("door", [talk, look, serve, measure])
+@pytest.mark.parametrize(("typed", "called"), [("/opt/bin/quartet-door", "quartet-door"), ("/src/__main__.py", "python -m ")])
+def test_the_usage_line_names_what_was_typed(monkeypatch, capsys, door, typed, called):
+    monkeypatch.setattr(sys, "argv", [typed, "--help"])
+    with pytest.raises(SystemExit):
+        door()
+    assert capsys.readouterr().out.startswith(f"usage: {called}")
+
+
+@pytest.mark.parametrize(("door", "words"), [(serve, []), (measure, ["latency"])])
+def test_a_model_without_its_flag_is_told_of_it(monkeypatch, capsys, door, words):
+    monkeypatch.setattr(sys, "argv", ["quartet-door", *words, "demo"])
+    with pytest.raises(SystemExit):
+        door()
+    assert "unrecognized arguments: demo; a model is given as --model demo\n" in capsys.readouterr().err
 
 
 def test_a_reader_that_leaves_is_no_error(alphabet):
