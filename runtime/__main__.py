@@ -280,8 +280,12 @@ def _text(args: argparse.Namespace) -> str | None:
         find_model(args.model)  # an unknown name is told first
         raise RequestError(f"{args.model} has no tokenizer; give --prompt-ids 1,2,3 in place of a text")
     text: str | None = args.prompt
-    if text is None and not sys.stdin.isatty():
-        text = sys.stdin.read().removesuffix("\n")
+    try:
+        if text is None and not sys.stdin.isatty():
+            text = sys.stdin.read().removesuffix("\n")
+        (text or "").encode()  # bytes that are none of the terminal's encoding come as surrogates, or not at all
+    except UnicodeError:
+        raise RequestError("the prompt is not UTF-8; convert it, with `iconv -f latin1 -t utf-8` for example") from None
     if text == "":
         raise RequestError("the prompt is empty; give --prompt TEXT, or a text on stdin")
     return text

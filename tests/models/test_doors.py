@@ -133,6 +133,14 @@ def test_a_piped_prompt_is_read_without_its_last_newline(alphabet, capsys, monke
     assert capsys.readouterr().out == "yz\n"
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_piped_prompt_that_is_not_utf_8_is_one_sentence(alphabet, monkeypatch, errors):
+    """It was a traceback, or a word about lone surrogates, by the locale."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors))
+    with pytest.raises(RequestError, match="the prompt is not UTF-8; convert it"):
+        talk([alphabet, *FLAGS])
+
+
 def test_a_seed_repeats_a_sampled_answer(tmp_path, capsys):
     path = str(tok_b(tiny(tmp_path)))
     answers = []
