@@ -21,7 +21,7 @@ from bench.timing import FORMULAS, Cell, Contender, Shape, play
 from models import Decoder, Loaded, ModelSource, find_model
 from models.quantized import settle_weights
 from runtime.config import EngineConfig
-from runtime.device import describe, resolve
+from runtime.device import describe, free_bytes, resolve
 from runtime.engine import Engine
 from runtime.errors import ConfigError, OutOfMemoryError
 from runtime.ops import OPS_SETS
@@ -72,6 +72,8 @@ def run(options: LatencyOptions) -> int:
         require_matplotlib()
     require_folder(options.profile, "--profile")
     require_folder(options.plot, "--plot")
+    if options.plot is not None and options.plot.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {options.plot}: the picture is a PNG; give a name that ends in .png")
     source = find_model(options.model, options.revision, weights=not options.random_weights)
     source = source.with_random_weights() if options.random_weights else source
     device = torch.device(resolve(options.wishes[0], source.config.dtype)[0].device)
@@ -122,6 +124,12 @@ def _hold(options: LatencyOptions, source: ModelSource) -> list[Held]:
     for wish in options.wishes:
         wish = replace(wish, max_slots=1) if alone else wish
         formats.setdefault(settle_weights(wish.weights, source.config.stored), []).append(wish)
+    settled = resolve(options.wishes[0], source.config.dtype)[0]
+    need = sum(source.config.weight_bytes(settled.dtype, weights) for weights in formats)
+    free = free_bytes(torch.device(settled.device))
+    if len(formats) > 1 and need > free:
+        figures = f"need {need / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+        raise OutOfMemoryError(f"weights {', '.join(formats)} are held at once: they {figures}; give one format a run")
     held: list[Held] = []
     for weights, wishes in formats.items():
         try:

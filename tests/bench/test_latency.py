@@ -125,6 +125,19 @@ def test_a_format_that_does_not_fit_beside_the_others_is_one_sentence(bench, fol
         bench("latency", "--model", folders["llama"], *QUICK, "--weights", "fp8,bf16")
 
 
+def test_formats_that_do_not_fit_together_are_told_before_any_is_made(bench, folders, monkeypatch):
+    """The last of three was refused when the other two had been made."""
+    monkeypatch.setattr(latency, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(latency, "free_bytes", lambda device: 1_000_000)
+    with pytest.raises(OutOfMemoryError, match=r"weights bf16, fp8 are held at once: they need .* GB, and 0.00 GB are free"):
+        bench("latency", "--model", folders["llama"], *QUICK, "--weights", "bf16,fp8")
+
+
+def test_a_picture_that_is_no_png_is_refused_before_anything_is_measured(bench, tmp_path):
+    with pytest.raises(ConfigError, match=r"the picture is a PNG; give a name that ends in \.png"):
+        bench("latency", "--model", tmp_path / "nothing here", "--plot", tmp_path / "p.svg")
+
+
 def test_long_contexts_are_played_by_one_stream_alone(bench, folders):
     """Slots for all rows at the longest context would not fit: an engine of one slot plays those, over the same weights."""
     words = ("latency", "--model", folders["llama"], *QUICK, "--batch", "1,2", "--alone", "0,64,128", "-o", "json")
