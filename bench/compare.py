@@ -49,11 +49,13 @@ def samples(result: dict[str, Any], path: Path) -> dict[str, Reps]:
         else:
             cells = {name: [[each] for each in found] for name, found in result.get("measured", {}).items()}
         found = {name: [rep for rep in reps if rep] for name, reps in cells.items()}
-        sound = all(0 <= each < math.inf for reps in found.values() for rep in reps for each in rep)
+        sound = all(0 < each < math.inf for reps in found.values() for rep in reps for each in rep)
     except (AttributeError, KeyError, TypeError):
         sound = False
     if not sound:
-        raise ConfigError(f"{path} does not hold its samples as bench {result['bench']} writes them now; measure again")
+        raise ConfigError(
+            f"{path} does not hold its samples as bench {result['bench']} writes them now, each above 0; measure again"
+        )
     return {name: reps for name, reps in found.items() if reps}
 
 
@@ -93,8 +95,7 @@ def _row(name: str, ours: Reps, theirs: Reps, threshold: float) -> dict[str, Any
     a, b = (percentile([each for rep in reps for each in rep], 50) for reps in (ours, theirs))
     interval, verdict = ratio_interval(ours, theirs, paired=False), "same"
     for side, word in ((1, "slower"), (-1, "faster")):
-        past = side * (b / a - 1) > threshold if a else False
-        if past and (interval is None or not interval[0] <= 1 <= interval[1]):
+        if side * (b / a - 1) > threshold and (interval is None or not interval[0] <= 1 <= interval[1]):
             verdict = word
     low, high = interval or (None, None)
-    return {"what": name, "A": a, "B": b, "B / A": b / a if a else None, "from": low, "to": high, "verdict": verdict}
+    return {"what": name, "A": a, "B": b, "B / A": b / a, "from": low, "to": high, "verdict": verdict}
