@@ -128,6 +128,10 @@ async def play(options: HttpOptions) -> tuple[dict[str, Any], list[Answer], list
         sound = False
     if not sound:
         raise ConfigError(f"--url {options.url!r} is no URL; give one such as http://127.0.0.1:8000")
+    if not (options.model or "").isprintable():
+        raise ConfigError(f"--model {options.model!r} is no text; give a name that the server lists")
+    if not all("!" <= each <= "~" for each in options.api_key or ""):
+        raise ConfigError("--api-key holds a space or another character that no bearer token can")
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
     async with httpx.AsyncClient(base_url=base, headers=headers, timeout=TIMEOUT_SECONDS, limits=limits) as client:
@@ -141,6 +145,8 @@ async def play(options: HttpOptions) -> tuple[dict[str, Any], list[Answer], list
             for number in numbers:
                 try:
                     answers.append(await ask(client, _body(options, server["model"], number)))
+                    if number >= options.warmup and len(answers) % max(1, options.requests // 10) == 0:
+                        options.output.say(f"{len(answers)} of {options.requests} answers")
                 except Failure as failure:
                     failures.append(str(failure))
                     options.output.say(f"failed: {failure}")

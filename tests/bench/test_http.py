@@ -139,6 +139,13 @@ def test_what_is_no_url_is_one_sentence(url):
         door(["http", "--url", url, "--requests", "1"])
 
 
+@pytest.mark.parametrize(("flag", "words"), [("--model", "is no text"), ("--api-key", "no bearer token can")])
+def test_bytes_that_are_no_utf_8_are_one_sentence(flag, words):
+    """They were a traceback out of the client."""
+    with pytest.raises(ConfigError, match=words):
+        door(["http", "--requests", "1", flag, "a\udcff"])
+
+
 def test_every_runs_prompts_are_its_own():
     """A second run was answered out of the cache that the first one had filled."""
     options = HttpOptions("http://x", None, None, 2, 0, 1, 64, 64, Output(), {})

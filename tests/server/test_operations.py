@@ -238,6 +238,8 @@ def test_bench_http_measures_this_server(tmp_path, capsys):
     with local_server(with_tok_b(tmp_path / "m", lambda token: token), max_len=64) as server:
         flags = f"--url http://127.0.0.1:{server.port}/v1 --requests 4 --concurrency 2 --prompt-len 20 --gen-len 8"
         assert bench(["http", *flags.split()]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr()
+    assert [line for line in printed.err.splitlines() if "answers" in line] == [f"{n} of 4 answers" for n in (1, 2, 3, 4)]
+    result = json.loads(printed.out.splitlines()[-1])
     assert (result["completed"], result["failed"], result["tokens"], result["averaged"]) == (4, 0, 32, False)
     assert result["environment"]["runtime"]["ops"] == "unfused"
