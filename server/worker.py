@@ -118,7 +118,8 @@ class Worker:
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
         try:
-            log.info("ready: %s", self._engine.prepare(self._every_mode))
+            prepared = self._engine.prepare(self._every_mode)
+            log.info(f"ready: {prepared}" if prepared.compile_seconds else "ready")
             gc.freeze()  # what was made so far stays: collections need not walk it between two tokens
             self._tell(Report())
             while self._take_messages():

@@ -88,7 +88,7 @@ def test_the_start_says_what_is_served_and_how(server):
         "/v1\n",
     ):
         assert part in output
-    until(lambda: any("ready: kernels compiled" in line for line in server.output))
+    until(lambda: any(line.endswith(" INFO ready\n") for line in server.output))
 
 
 def test_the_log_has_a_line_a_request_and_no_text_of_it(server):
