@@ -266,6 +266,14 @@ class TestTheSwitch:
         assert page.locator("#layer").bounding_box() == table
         expect(page.locator("#why")).to_contain_text("Streams stood still for")
 
+    def test_a_change_stays_in_sight_for_seconds_however_fast_the_tokens_are(self, visit, four):
+        """With bars of one width the strip held 90 tokens: a third of a second of a model that takes 3 ms a token."""
+        page = visit(four)
+        flip(page, ops="fused", graph="on")
+        ask(page, "A", limit=250)
+        expect(page.locator(".again")).to_be_visible()
+        expect(page.locator("#strip")).to_have_attribute("aria-label", re.compile("^249 tokens;"))
+
     def test_what_others_switch_is_seen(self, visit, four):
         page = visit(four)
         flip(page, ops="unfused")
