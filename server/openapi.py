@@ -113,8 +113,13 @@ def _allow_null(model: dict[str, Any]) -> None:
 
 def docs_page(document: dict[str, Any]) -> str:
     """The document as one page that fetches nothing."""
-    style = "body{font:15px system-ui;margin:2em auto;max-width:60em}td,th{text-align:left;padding-right:1em}"
-    title = f"<!doctype html><html lang=en><meta charset=utf-8><title>Quartet API</title><style>{style}</style>"
+    style = (
+        ":root{color-scheme:light dark}body{font:15px system-ui;margin:2em auto;max-width:60em;padding:0 1em}"
+        "td,th{text-align:left;padding-right:1em}@media(max-width:40em){th{display:none}tr,td{display:block}tr{padding:.4em 0}"
+        "td:nth-child(3):not(:empty)::before{content:'default: '}}"
+    )
+    head = '<meta charset=utf-8><meta name=viewport content="width=device-width,initial-scale=1">'
+    title = f"<!doctype html><html lang=en>{head}<title>Quartet API</title><style>{style}</style>"
     parts = [title, '<h1>Quartet API</h1><p><a href="openapi.json">openapi.json</a></p>']
     schemas = document["components"]["schemas"]
     for endpoint in ENDPOINTS:

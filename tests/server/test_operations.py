@@ -163,6 +163,7 @@ class TestDocument:
         page = letters.http.get("/docs")
         assert page.headers["content-type"].startswith("text/html")
         assert "POST /v1/chat/completions" in page.text
+        assert "<meta name=viewport content=" in page.text  # a phone lays it out as wide as itself
         assert "://" not in page.text
         assert not re.search(r"<script|<link|<img|src=", page.text)
 
