@@ -102,7 +102,8 @@ def describe(device: torch.device) -> str:
     """The device in words, as it stands in outputs and results."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def datasheet_gbps(name: str) -> float | None:
