@@ -11,45 +11,47 @@ SUB = 1024
 SOFTMAX, LAYER_NORM, RMS_NORM = range(3)
 NONE, BIAS_GELU, RESIDUAL = range(3)
 WIDEST = 32768
-"""Values of a row that one block holds in registers; wider ones are read twice, the second time from L2."""
+"""Values of a row that one block holds in registers; wider ones are read twice."""
+WIDE_WARPS, WIDE_AN_SM = 16, 2
+"""Of a block of a wider row, and how many of these an SM has at the least."""
 
 
 @triton.jit
-def _gelu(x):
-    """The tanh form, x * sigmoid(2 y), in base 2."""
-    y = x * (0.7978845608028654 + 0.035677408136300125 * x * x)
-    return x / (1.0 + tl.exp2(-2.885390081777927 * y))
+def _gelu(x, share):
+    """gelu(x) / share, the tanh form: x * sigmoid(2 y), in base 2. Its quotient is the square of one approximate root: a
+    division takes twice the instructions."""
+    root = tl.rsqrt(share + share * tl.exp2(x * (-2.302208198 - 0.1029432397 * (x * x))))
+    return x * root * root
 
 
 @triton.jit
-def _two_parts(x_ptr, bias_ptr, out_ptr, start, width, draw, threshold, scale, SUB: tl.constexpr):
-    """Two stretches of SUB values, each with half the bits of `draw`. A stretch lies within one row."""
+def _bias_gelu_dropout_kernel(x_ptr, bias_ptr, out_ptr, width, seed, limit, share, SUB: tl.constexpr, DEEP: tl.constexpr):
     i = tl.arange(0, SUB)
-    for half in tl.static_range(2):
-        offset = start + half * SUB
-        x = tl.load(x_ptr + offset + i).to(tl.float32) + tl.load(bias_ptr + offset % width + i).to(tl.float32)
-        keep = ((draw >> (16 * half)) & 0xFFFF).to(tl.int32) >= threshold
-        tl.store(out_ptr + offset + i, tl.where(keep, _gelu(x) * scale, 0.0).to(out_ptr.dtype.element_ty))
-
-
-@triton.jit
-def _bias_gelu_dropout_kernel(x_ptr, bias_ptr, out_ptr, width, seed, threshold, scale, SUB: tl.constexpr):
-    program = tl.program_id(0)
-    start = program.to(tl.int64) * (8 * SUB)
-    a, b, c, d = tl.randint4x(seed, program * SUB + tl.arange(0, SUB), 7)
-    _two_parts(x_ptr, bias_ptr, out_ptr, start, width, a, threshold, scale, SUB)
-    _two_parts(x_ptr, bias_ptr, out_ptr, start + 2 * SUB, width, b, threshold, scale, SUB)
-    _two_parts(x_ptr, bias_ptr, out_ptr, start + 4 * SUB, width, c, threshold, scale, SUB)
-    _two_parts(x_ptr, bias_ptr, out_ptr, start + 6 * SUB, width, d, threshold, scale, SUB)
+    column = tl.program_id(0) * (SUB if DEEP else 8 * SUB)
+    start = tl.program_id(1).to(tl.int64) * width * (8 if DEEP else 1) + column
+    step = width if DEEP else SUB  # from one of the eight stretches to the next
+    x = ()
+    for j in tl.static_range(8):  # asked for before the draws, which take as long as they are on their way
+        x = x + (tl.load(x_ptr + start + j * step + i),)  # type: ignore[assignment]  # noqa: RUF005
+    bias = tl.load(bias_ptr + column + i).to(tl.float32)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    draws = tl.randint4x(seed, program * SUB + i, 7)
+    for j in tl.static_range(8):
+        if j > 0 and not DEEP:
+            bias = tl.load(bias_ptr + column + j * SUB + i).to(tl.float32)
+        keep = draws[j // 2] << (16 * (j % 2)) >= limit.to(tl.uint32)  # by 16 of its bits
+        y = tl.where(keep, _gelu(x[j].to(tl.float32) + bias, share), 0.0)
+        tl.store(out_ptr + start + j * step + i, y.to(out_ptr.dtype.element_ty))
 
 
 def bias_gelu_dropout(x: Tensor, bias: Tensor, out: Tensor, p: float, seed: int) -> Tensor:
     """x `[N, W]` -> dropout(gelu(x + bias)) in training mode; the mask is drawn again from the seed when wanted, not stored.
-    W is a multiple of 1024 and N * W of 8192. Bytes: x once, out once."""
-    assert x.shape[1] % SUB == 0
-    assert x.numel() % (8 * SUB) == 0
-    threshold = round(p * 65536)
-    _bias_gelu_dropout_kernel[(x.numel() // (8 * SUB),)](x, bias, out, x.shape[1], seed, threshold, 1 / (1 - p), SUB=SUB)
+    W is a multiple of 1024; N is a multiple of 8, so that a block takes eight rows of some columns, or W is one of 8192.
+    Bytes: x once, out once."""
+    (rows, width), deep = x.shape, len(x) % 8 == 0
+    assert width % (SUB if deep else 8 * SUB) == 0
+    grid = (width // SUB, rows // 8) if deep else (width // (8 * SUB), rows)
+    _bias_gelu_dropout_kernel[grid](x, bias, out, width, seed, round(p * 65536) << 16, 1 - p, SUB=SUB, DEEP=deep)
     return out
 
 
@@ -61,7 +63,7 @@ def _row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr, BLOC
     x = tl.load(x_ptr + row * width + i, mask=inside, other=0.0).to(tl.float32)
     if KIND == 0:
         x = tl.where(inside, x, float("-inf"))
-        x = tl.exp(x - tl.max(x, 0))
+        x = tl.exp2((x - tl.max(x, 0)) * 1.4426950408889634)  # one instruction
         x = x / tl.sum(x, 0)
     else:
         if KIND == 1:
@@ -74,22 +76,22 @@ def _row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr, BLOC
 def _wide_row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
     i = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    top = tl.full((BLOCK,), -1e38, tl.float32)  # not -inf, from which nothing can be taken
     total = tl.zeros((BLOCK,), tl.float32)
     squares = tl.zeros((BLOCK,), tl.float32)
     for s in range(0, width, BLOCK):  # each lane keeps its own maximum and sums: no reduction inside the loop
         x = tl.load(x_ptr + row + s + i, mask=s + i < width, other=float("-inf") if KIND == 0 else 0.0).to(tl.float32)
         if KIND == 0:
+            x *= 1.4426950408889634
             new = tl.maximum(top, x)
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            total = total * tl.exp(top - safe) + tl.exp(x - safe)
+            total = total * tl.exp2(top - new) + tl.exp2(x - new)
             top = new
         else:
             total += x
             squares += x * x
     shift = tl.max(top, 0) if KIND == 0 else tl.sum(total, 0) / width
     if KIND == 0:
-        scale = 1.0 / tl.sum(total * tl.exp(top - shift), 0)
+        scale = 1.0 / tl.sum(total * tl.exp2(top - shift), 0)
     else:
         mean_square = tl.sum(squares, 0) / width
         if KIND == 1:
@@ -99,7 +101,7 @@ def _wide_row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr,
         inside = s + i < width
         x = tl.load(x_ptr + row + s + i, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if KIND == 0:
-            y = tl.exp(x - shift) * scale
+            y = tl.exp2(x * 1.4426950408889634 - shift) * scale
         else:
             if KIND == 1:
                 x -= shift
@@ -109,13 +111,14 @@ def _wide_row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr,
 
 def row_reduction(x: Tensor, weight: Tensor, out: Tensor, kind: int, widest: int = WIDEST) -> Tensor:
     """x `[N, W]` -> softmax, LayerNorm or RMSNorm (times weight `[W]`) of each row, float32 inside. A row to a block: in
-    registers up to `widest`, else by the online form (arXiv 1805.02867). Bytes: x once, out once."""
+    registers up to `widest`, else by the online form (arXiv 1805.02867). Bytes: x once, out once; x again in the online form,
+    from L2 if the rows in flight fit it."""
     rows, width = x.shape
     if width <= widest:
         block = triton.next_power_of_2(width)
         _row_kernel[(rows,)](x, weight, out, width, 1e-6, KIND=kind, BLOCK=block, num_warps=max(4, min(32, block // 1024)))
     else:
-        _wide_row_kernel[(rows,)](x, weight, out, width, 1e-6, KIND=kind, BLOCK=min(8192, widest), num_warps=16)
+        _wide_row_kernel[(rows,)](x, weight, out, width, 1e-6, KIND=kind, BLOCK=min(8192, widest), num_warps=WIDE_WARPS)
     return out
 
 
@@ -149,7 +152,7 @@ def _gemm_kernel(
         acc = tl.dot(a.to(DOT), b.to(DOT), acc)
     cells = m[:, None].to(tl.int64) * N + n[None, :]
     if EPILOGUE == 1:
-        acc = _gelu(acc + tl.load(bias_ptr + n).to(tl.float32)[None, :])
+        acc = _gelu(acc + tl.load(bias_ptr + n).to(tl.float32)[None, :], 1.0)
     if EPILOGUE == 2:
         acc += tl.load(residual_ptr + cells).to(tl.float32)
     tl.store(out_ptr + cells, acc.to(out_ptr.dtype.element_ty))

@@ -30,9 +30,10 @@ def named(experiment):
     return {variant.name: variant for variant in experiment.variants}
 
 
-def test_the_chain_drops_a_tenth_and_scales_the_rest():
+@pytest.mark.parametrize("shape", [(8, 1024), (16, 2048), (1, 8192), (3, 8192)])
+def test_the_chain_drops_a_tenth_and_scales_the_rest(shape):
     torch.manual_seed(0)
-    x, b = torch.randn(4, 2048, dtype=torch.bfloat16, device=DEVICE), torch.randn(2048, dtype=torch.bfloat16, device=DEVICE)
+    x, b = (torch.randn(size, dtype=torch.bfloat16, device=DEVICE) for size in (shape, shape[1:]))
     out = own.bias_gelu_dropout(x, b, torch.empty_like(x), 0.1, 7)
     again = own.bias_gelu_dropout(x, b, torch.empty_like(x), 0.1, 7)
     want = torch.nn.functional.gelu(x + b, approximate="tanh").float() / 0.9
@@ -40,6 +41,19 @@ def test_the_chain_drops_a_tenth_and_scales_the_rest():
     assert torch.equal(out, again)
     assert 0.08 < float(dropped.float().mean()) < 0.12
     close(torch.where(dropped, want, out.float()), want)
+
+
+def test_every_value_of_the_chain_has_a_draw_of_its_own():
+    x, b = torch.full((16, 2048), 3.0, device=DEVICE), torch.zeros(2048, device=DEVICE)
+    kept = own.bias_gelu_dropout(x, b, torch.empty_like(x), 0.5, 7).view(-1, 1024) != 0
+    assert len({tuple(row.tolist()) for row in kept}) == len(kept)
+    assert float(kept.float().mean()) == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_chain_of_very_large_and_small_values_stays_finite():
+    x = torch.tensor([-3e38, -1e4, -88.0, 0.0, 88.0, 1e4] + [0.0] * 8186, device=DEVICE).view(8, 1024)
+    out = own.bias_gelu_dropout(x, torch.zeros(1024, device=DEVICE), torch.empty_like(x), 0.0, 7)
+    torch.testing.assert_close(out, torch.nn.functional.gelu(x, approximate="tanh"), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [own.SOFTMAX, own.LAYER_NORM, own.RMS_NORM])
