@@ -1,7 +1,8 @@
 """Owns the times that a decode step's bytes predict, launch by launch, unfused and fused. Measures nothing.
 
-Does not own the bytes (models.traffic). Source: a GEMV of B rows on `[n, k]` weights does 2*B*n*k operations and must read the
-weights once; attention does two operations with each value of K and V for every query head that shares it.
+Does not own the bytes (models.traffic) or the ceilings' measurement (launches, chains). Source: a GEMV of B rows on `[n, k]`
+weights does 2*B*n*k operations and must read the weights once; attention does two operations with each value of K and V for
+every query head that shares it.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,23 @@ MAKE_DENSE = "make dense"
 """The launch that makes a weight of 8 or 4 bits dense for the unfused ops."""
 
 
+SIZES = (0, 8 << 20, 32 << 20, 128 << 20)
+"""Bytes read by the launches of the chains that `Ceilings.ways` are measured with."""
+WITH_PDL = " with PDL"
+LIBRARY = ("q", "k", "v", "output", "gate", "up", "down", "LM head")
+NORMS = ("norm", "q norm", "k norm")
+MEET = ("attention", "sampler")
+
+Ways = dict[str, tuple[float, ...]]
+"""Microseconds of a launch in a chain of its like that reads SIZES, the first few or all, by the way it reads:
+
+stream: through registers, behind a vector that the launch before wrote, into a sum over the block; "stream with PDL" too
+dots: through shared memory into tensor cores, the way of batches; "dots with PDL" too
+library: a product of torch's own, one row
+row: an operation of torch's on one row; reduction: one that reduces a row
+"""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a step.
@@ -24,6 +42,7 @@ class Launch:
         times: launches a step.
         hbm_bytes: weights, K and V of one launch; l2_bytes: activations read and written.
         operations: of one launch's products.
+        way: how it reads, a key of `Ceilings.ways`; meets: whether its blocks leave partial sums for the last of them.
     """
 
     name: str
@@ -32,6 +51,8 @@ class Launch:
     hbm_bytes: int
     l2_bytes: int
     operations: int
+    way: str
+    meets: bool
 
     @property
     def intensity(self) -> float:
@@ -42,39 +63,52 @@ class Launch:
 @dataclass(frozen=True)
 class Ceilings:
     """What a device gives: rates of reading, and of reading and writing; arithmetic; a host's launch of a torch op and of a
-    Triton kernel; a launch as a graph's node, and the drain and ramp of the bus at a boundary between two kernels that stream.
-    With PDL the last two cost less. `source` says where the figures come from."""
+    Triton kernel; a launch of a graph by the way it reads; what blocks that meet at a counter cost more; and the L2 cache's
+    bytes for each SM. `source` says where the figures come from."""
 
     read_gbps: float
     copy_gbps: float
     tflops: float
     torch_us: float
     triton_us: float
-    node_us: float
-    node_pdl_us: float
-    boundary_us: float
-    boundary_pdl_us: float
+    ways: Ways
+    meeting_us: float
+    sm_l2_bytes: int
     source: str
 
     def predicted_us(self, launch: Launch, pdl: bool) -> float:
-        """Time of one launch in a chain: bytes or arithmetic over their ceilings, and what its boundary costs.
-
-        A boundary is a bus that drains and ramps up, at half its rate on the way. So a launch that is over before the ramp is
-        takes twice its stream's time and what a node costs, one without bytes a node's time alone, and every longer one the
-        whole boundary.
-        """
-        node, boundary = (self.node_pdl_us, self.boundary_pdl_us) if pdl else (self.node_us, self.boundary_us)
-        streams = self.stream_us(launch)
-        return streams + min(streams + node, max(node, boundary))
-
-    def stream_us(self, launch: Launch) -> float:
-        return max(launch.hbm_bytes / self.read_gbps / 1e3, launch.operations / self.tflops / 1e6)
+        """Time of one launch in a chain: what its way takes for its bytes, or its arithmetic, and its blocks' meeting."""
+        way = launch.way + WITH_PDL if pdl and launch.way + WITH_PDL in self.ways else launch.way
+        reads = chain_us(self.ways[way], launch.hbm_bytes, self.read_gbps)
+        return max(reads, launch.operations / self.tflops / 1e6) + (self.meeting_us if launch.meets else 0.0)
 
     def side(self, launch: Launch) -> str:
         """Which side of the roof a launch is on: memory, arithmetic, or under both, where the launch itself rules."""
-        if self.stream_us(launch) < self.node_us:
+        memory, arithmetic = launch.hbm_bytes / self.read_gbps / 1e3, launch.operations / self.tflops / 1e6
+        if max(memory, arithmetic) < self.ways["stream"][0]:
             return "launch"
-        return "memory" if launch.hbm_bytes / self.read_gbps / 1e3 >= launch.operations / self.tflops / 1e6 else "arithmetic"
+        return "memory" if memory >= arithmetic else "arithmetic"
+
+
+def chain_us(us: Sequence[float], read_bytes: int, read_gbps: float) -> float:
+    """Microseconds of a launch that reads `read_bytes`, on the straight lines between `us`, which were measured at SIZES; the
+    last line goes on, and a way that was measured at no bytes alone reads at the ceiling."""
+    if len(us) == 1:
+        return us[0] + read_bytes / read_gbps / 1e3
+    after = next((i for i in range(1, len(us)) if read_bytes <= SIZES[i]), len(us) - 1)
+    share = (read_bytes - SIZES[after - 1]) / (SIZES[after] - SIZES[after - 1])
+    return us[after - 1] + share * (us[after] - us[after - 1])
+
+
+def straight_ways(read_gbps: float, node_us: float, boundary_us: float, node_pdl_us: float, boundary_pdl_us: float) -> Ways:
+    """Where only nodes and boundaries of one size were measured: every way reads at the ceiling behind the same boundary."""
+
+    def way(node: float, boundary: float) -> tuple[float, ...]:
+        return (node, *(size / read_gbps / 1e3 + boundary for size in SIZES[1:]))
+
+    plain, pdl = way(node_us, boundary_us), way(node_pdl_us, boundary_pdl_us)
+    ways = {"stream": plain, "stream" + WITH_PDL: pdl, "dots": plain, "dots" + WITH_PDL: pdl, "library": plain}
+    return ways | {"row": (node_us,), "reduction": (node_us,)}
 
 
 H200 = Ceilings(
@@ -83,11 +117,10 @@ H200 = Ceilings(
     tflops=989.0,
     torch_us=7.0,
     triton_us=11.8,
-    node_us=0.87,
-    node_pdl_us=0.56,
-    boundary_us=2.26,
-    boundary_pdl_us=0.65,
-    source="one NVIDIA H200, measured 2026-11-30 with torch 2.11 and triton 3.6, arithmetic by the datasheet",
+    ways=straight_ways(4488.0, 0.87, 2.26, 0.56, 0.65),
+    meeting_us=0.0,
+    sm_l2_bytes=(50 << 20) // 132,
+    source="one NVIDIA H200, measured 2026-11-30 with torch 2.11 and triton 3.6; arithmetic and L2 by the datasheet",
 )
 
 
@@ -128,8 +161,16 @@ def step_launches(config: ModelConfig, dtype: str, batch: int, context: int, ops
         l2 = 0 if each.name == MAKE_DENSE else each.activation_bytes  # a dense matrix is more than L2 holds
         products = 2 * (batch * own.weight_bytes + group * own.kv_bytes) // size
         none = each is first or each.name in ("cache write", MAKE_DENSE)
-        found.append(Launch(name, goal, count, each.total_bytes - l2, l2, 0 if none else products))
+        way, meets = _way(ops, batch, each.name), each.name in MEET or (batch > 1 and each.name == "proj_residual")
+        found.append(Launch(name, goal, count, each.total_bytes - l2, l2, 0 if none else products, way, meets))
     return found
+
+
+def _way(ops: str, batch: int, name: str) -> str:
+    """How a launch reads; attention is one kernel in both ops sets."""
+    if ops == "fused" or name == "attention":
+        return "stream" if batch == 1 else "dots"
+    return "library" if name in LIBRARY else "reduction" if name in NORMS else "row"
 
 
 def _fused_names(config: ModelConfig, dtype: str, unfused: Sequence[str]) -> list[str]:

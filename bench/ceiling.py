@@ -60,24 +60,18 @@ def _cuda_gbps(buffer: Tensor, repeats: int = 20) -> float:
     out = torch.empty(programs, dtype=torch.float32, device=buffer.device)
 
     def read() -> None:
-        read_kernel[(programs,)](buffer, out, BLOCK=BLOCK, ITERATIONS=ITERATIONS, STAGES=STAGES, PDL=False, num_warps=WARPS)
+        read_kernel[(programs,)](buffer, out, BLOCK=BLOCK, ITERATIONS=ITERATIONS, STAGES=STAGES, num_warps=WARPS)
 
     us = [back_to_back_us(read, 1, buffer.device) for _ in range(3 + repeats)][3:]  # the first calls compile and warm up
     return programs * BLOCK * ITERATIONS * buffer.itemsize / median(us) / 1e3
 
 
 @triton.jit
-def read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):
-    """Each program reads BLOCK * ITERATIONS values and stores their sum; with PDL it waits behind its first block."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+def read_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr):
+    """Each program reads BLOCK * ITERATIONS values and stores their sum."""
     program = tl.program_id(0).to(tl.int64)
     offsets = program * (BLOCK * ITERATIONS) + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    START: tl.constexpr = 1 if PDL else 0
-    if PDL:
-        total += tl.load(x_ptr + offsets).to(tl.float32)
-        tl.extra.cuda.gdc_wait()
-    for i in tl.range(START, ITERATIONS, num_stages=STAGES):
+    for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         total += tl.load(x_ptr + offsets + i * BLOCK).to(tl.float32)
     tl.store(out_ptr + program, tl.sum(total, axis=0))

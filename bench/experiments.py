@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bench import fusion_kernels as own
 from bench.arithmetic import Ceilings
-from bench.launches import graph_of
-from bench.steps import Play
+from bench.steps import Play, graph_of
 
 EXPERIMENTS = ("chain", "rows", "gemm", "attention", "limits")
 BF16 = torch.bfloat16
@@ -32,16 +31,21 @@ class Variant:
         kernels: (bytes moved, operations of `tl.dot` or cuBLAS) of each launch.
         make: on a device, the call that computes it; each holds inputs of its own.
         host: whether the host launches each kernel; else a graph does.
+        again: bytes read a second time, and those that an SM's blocks go through in between: more than its share of L2, and
+            the second reading is from HBM.
     """
 
     name: str
     kernels: Sequence[tuple[int, int]]
     make: Make
     host: bool = True
+    again: tuple[int, int] = (0, 0)
 
     def predicted_us(self, rates: Ceilings) -> float:
         """Bytes or arithmetic over their ceilings, kernel by kernel, and at least the host's launches."""
         device = sum(max(moved / rates.copy_gbps / 1e3, ops / rates.tflops / 1e6) for moved, ops in self.kernels)
+        second, between = self.again
+        device += second / rates.copy_gbps / 1e3 if between > rates.sm_l2_bytes else 0.0
         launch = rates.triton_us if self.name.startswith("Triton") else rates.torch_us
         return max(device, len(self.kernels) * launch if self.host else 0.0)
 
@@ -100,14 +104,16 @@ def rows(kind: int, width: int, values: int = 1 << 29) -> Experiment:
     if kind != own.SOFTMAX:
         centre = [(stats, 0), (moved, 0)] if kind == own.LAYER_NORM else []
         apart = [*centre, (moved, 0), (stats, 0), (0, 0), (0, 0), (moved, 0), (moved, 0)]
-    form = "in registers" if width <= own.WIDEST else "online, the second reading from L2"
+    wide = width > own.WIDEST
+    again = (2 * count * width, 2 * width * own.WIDE_AN_SM) if wide else (0, 0)
+    form = "online, read twice: from L2 where the rows in flight fit it" if wide else "in registers"
     return Experiment(
         f"{('softmax', 'LayerNorm', 'RMSNorm')[kind]}, {count} rows of {width}",
         [
             Variant("eager, op by op", apart, _call(unfused, data)),
             Variant("torch's own kernel", [(moved, 0)], _call(library, data)),
             Variant("torch.compile", [(moved, 0)], _compiled(unfused, data)),
-            Variant("Triton", [(moved, 0)], _call(partial(own.row_reduction, kind=kind), with_out)),
+            Variant("Triton", [(moved, 0)], _call(partial(own.row_reduction, kind=kind), with_out), again=again),
         ],
         ("eager, op by op", "Triton"),
         f"a reduction and its consumers in one pass over HBM ({form})",

@@ -1,27 +1,24 @@
 """Owns `bench launches`: what a launch costs the host and the device, as a torch op, a Triton launch, and a graph's node with
-and without PDL; and what a boundary between two kernels that stream costs the memory bus. Does not own the read ceiling.
+and without PDL; and all ceilings that a prediction is made of. Does not own the read ceiling (ceiling) or the chains (chains).
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from bench.arithmetic import Ceilings
-from bench.ceiling import BLOCK, WARPS, measure_ceiling, read_kernel
+from bench.arithmetic import Ceilings, straight_ways
+from bench.ceiling import measure_ceiling
+from bench.chains import measure_meeting, measure_ways, node_samples_us, tried, ways_table
 from bench.output import Output, Report
 from bench.session import environment
-from bench.steps import Play, back_to_back_us, median, samples_us
+from bench.steps import Play, back_to_back_us, graph_of, median, samples_us
 from runtime.device import describe
 from runtime.ops._triton import tl, triton
 
-NODES = 400
-CHAIN_BYTES = 2 << 30
-"""Read in a chain of kernels of `MATRIX_BYTES`, a 4096 x 4096 bfloat16 matrix; far more than L2 holds."""
-MATRIX_BYTES = 32 << 20
-FEW = 2
-"""Blocks of values a program reads of a matrix, so that it makes about a thousand programs, as a GEMV does."""
+WAYS = "A launch of a graph by the bytes it reads"
+TRIED = "Launches x boundary cost: sizes that were not measured, from those that were"
 
 
 @triton.jit
@@ -52,64 +49,38 @@ def measure(device: torch.device) -> list[LaunchCost]:
     def tiny_pdl() -> None:
         _tiny_kernel[(1,)](x, PDL=True, num_warps=1, launch_pdl=True)
 
-    def node(name: str, play: Play) -> LaunchCost:
-        return LaunchCost(name, None, [us / NODES for us in samples_us(graph_of(play, NODES), device)])
-
     costs = [_launched("torch op", lambda: x.add_(1.0), device)]
     if device.type == "cuda":
-        costs += [_launched("Triton launch", tiny, device), node("graph node", tiny)]
+        costs += [_launched("Triton launch", tiny, device), LaunchCost("graph node", None, node_samples_us(tiny, device))]
         if torch.cuda.get_device_capability(device) >= (9, 0):
-            costs.append(node("graph node with PDL", tiny_pdl))
+            costs.append(LaunchCost("graph node with PDL", None, node_samples_us(tiny_pdl, device)))
         costs.append(_launched("graph of one node", graph_of(tiny, 1), device))
     return costs
 
 
-def measure_ceilings(device: torch.device) -> Ceilings:
-    """The ceilings of this device that a prediction needs, measured now; a few seconds."""
-    gbps, us = measure_ceiling(device).measured_gbps, {cost.name: median(cost.each_us) for cost in measure(device)}
-    host, cuda = us["torch op"], device.type == "cuda"
-    boundary = boundary_us(device, gbps, pdl=False) if cuda else 0.0
-    found = Ceilings(
+def measure_ceilings(device: torch.device, costs: list[LaunchCost] | None = None) -> Ceilings:
+    """The ceilings of this device that a prediction needs, measured now, `costs` taken if they are known; some seconds."""
+    gbps, us = measure_ceiling(device).measured_gbps, {each.name: median(each.each_us) for each in costs or measure(device)}
+    host, l2 = us["torch op"], 0
+    ways, meeting, source = straight_ways(gbps, host, 0.0, host, 0.0), 0.0, "on the CPU, where a launch is a call of a torch op"
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        l2, source = found.L2_cache_size // found.multi_processor_count, ""
+        ways = measure_ways(device, us["graph node"], us.get("graph node with PDL"))
+        meeting = measure_meeting(device)
+    ceilings = Ceilings(
         read_gbps=gbps,
         copy_gbps=copy_gbps(device),
         tflops=tflops(device),
         torch_us=host,
         triton_us=us.get("Triton launch", host),
-        node_us=us.get("graph node", host),
-        node_pdl_us=us.get("graph node with PDL", us.get("graph node", host)),
-        boundary_us=boundary,
-        boundary_pdl_us=boundary_us(device, gbps, pdl=True) if "graph node with PDL" in us else boundary,
-        source="measured now" + ("" if cuda else " on the CPU, where a launch is a call of a torch op"),
+        ways=ways,
+        meeting_us=meeting,
+        sm_l2_bytes=l2,
+        source=f"measured now {source}".strip(),
     )
     torch.cuda.empty_cache()  # gigabytes, which a model may need
-    return found
-
-
-def boundary_us(device: torch.device, read_gbps: float, pdl: bool) -> float:
-    """(time - bytes / ceiling) / launches of a graph of read kernels, each of one matrix's size, none of it in L2."""
-    launches, each = CHAIN_BYTES // MATRIX_BYTES, MATRIX_BYTES // 4
-    buffer = torch.ones(launches * each, device=device)
-    programs = each // (BLOCK * FEW)
-    out = torch.empty(programs, device=device)
-
-    def chain() -> None:
-        for i in range(launches):
-            shape: dict[str, Any] = {"BLOCK": BLOCK, "ITERATIONS": FEW, "STAGES": FEW, "PDL": pdl, "num_warps": WARPS}
-            read_kernel[(programs,)](buffer[i * each :], out, **shape, **({"launch_pdl": True} if pdl else {}))
-
-    us = median(samples_us(graph_of(chain, 1), device))
-    return max(0.0, (us - launches * MATRIX_BYTES / read_gbps / 1e3) / launches)
-
-
-def graph_of(play: Play, times: int) -> Play:
-    """`play`, `times` in a row, as one graph's replay."""
-    play()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            play()
-    return graph.replay
+    return ceilings
 
 
 def _launched(name: str, play: Play, device: torch.device, calls: int = 200) -> LaunchCost:
@@ -155,14 +126,13 @@ def run(device: torch.device, output: Output, flags: dict[str, Any]) -> int:
     found = {cost.name: median(cost.each_us) for cost in costs}
     rule = [f"launched by the host one by one, kernels shorter than {found['torch op']:.2f} us leave the device waiting"]
     result: dict[str, Any] = {"bench": "launches", "environment": environment(device, flags)}
+    tables: dict[str, Any] = {"Launches": rows}
     if device.type == "cuda":
-        node, ceiling = found["graph node"], measure_ceiling(device).measured_gbps
+        node = found["graph node"]
         rule.append(f"as nodes of a graph, launches are over a tenth of the time of kernels shorter than {10 * node:.1f} us")
-        for pdl in (False, True) if "graph node with PDL" in found else (False,):
-            cost = boundary_us(device, ceiling, pdl)
-            words = f"boundary of two kernels that stream {MATRIX_BYTES >> 20} MiB each{', with PDL' if pdl else ''}"
-            rows.append({"launch": words, "host us": None, "each us": cost, "least us": None})
-            result["boundary_pdl_us" if pdl else "boundary_us"] = cost
+        ceilings = measure_ceilings(device, costs)
+        result["ceilings"] = asdict(ceilings)
+        tables |= {WAYS: ways_table(ceilings), TRIED: tried(device, ceilings)}
     result["measured"] = {f"{cost.name} us": cost.each_us for cost in costs}
-    output.end(Report(result, {"Launches": rows}, [*rule, "boundary: (time - bytes / read ceiling) / launches of a graph"]))
+    output.end(Report(result, tables, rule))
     return 0

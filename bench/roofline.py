@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from bench.arithmetic import H200, Ceilings, Launch, in_order, step_bytes, step_launches, step_ms, step_name
+from bench.chains import ways_table
 from bench.kernels import launch_times
-from bench.launches import measure_ceilings
+from bench.launches import WAYS, measure_ceilings
 from bench.output import Output, Report
 from bench.profiled import counted, watched
 from bench.session import environment
@@ -23,8 +24,8 @@ COUNTED = 11
 """Launches counted by ncu: the embedding and two layers."""
 EXPLAINED = (
     "hbm MB: weights, K and V that a launch must read; l2 MB: activations read and written, which a few rows keep in L2",
-    "predicted us: the larger of hbm bytes / read ceiling and operations / arithmetic ceiling, and the boundary's; the bus "
-    "drains and ramps up at half its rate, so a launch too short to fill it takes twice its stream's time and a node's",
+    "predicted us: what a launch that reads as many bytes the same way takes in a chain, or operations / arithmetic ceiling if "
+    "that is more; and where blocks leave partial sums for the last of them, what such a meeting takes",
     "bound: memory or arithmetic, by the side of the roof, or launch, where both take less than launching",
 )
 SAVES = "at these batches fusion saves boundaries, not HBM bytes: every weight is read once either way"
@@ -54,9 +55,8 @@ def run(options: StepsOptions, gpu: str | None) -> int:
     }
     predicted = predictions(plan, ceilings, weights)
     notes = [
-        f"context {options.context}; read {ceilings.read_gbps:,.0f} GB/s, arithmetic {ceilings.tflops:,.0f} TFLOP/s, a node "
-        f"{ceilings.node_us:.2f} us ({ceilings.node_pdl_us:.2f} with PDL), a boundary {ceilings.boundary_us:.2f} us "
-        f"({ceilings.boundary_pdl_us:.2f} with PDL): {ceilings.source}",
+        f"context {options.context}; read {ceilings.read_gbps:,.0f} GB/s, arithmetic {ceilings.tflops:,.0f} TFLOP/s, and "
+        f"launches by the bytes they read: {ceilings.source}",
         *(f"predicted before the run: {name} {ms:.3f} ms a step" for name, ms in predicted.items()),
     ]
     measures = gpu == "measured" and device.type == "cuda"
@@ -73,7 +73,8 @@ def run(options: StepsOptions, gpu: str | None) -> int:
         # A process of its own, with weights of its own: ours are gone by now.
         counts, words = counters(options, plan[options.batch[0], "fused"])
         footnotes += words
-    tables: dict[str, Sequence[Any]] = {
+    tables: dict[str, Sequence[Any]] = {WAYS: ways_table(ceilings)}
+    tables |= {
         f"One step, {ops}, batch {batch}": rows(launches, ceilings, times.get((batch, ops), {}))
         for (batch, ops), launches in plan.items()
     }
@@ -126,6 +127,7 @@ def rows(launches: Sequence[Launch], ceilings: Ceilings, times: dict[str, list[f
             "Mops": each.operations / 1e6,
             "ops/byte": each.intensity,
             "bound": ceilings.side(each),
+            "way": each.way + (", met" if each.meets else ""),
             "predicted us": (us := ceilings.predicted_us(each, pdl=False)),
             "measured us": _middle(times.get(each.name)),
             "off": _off(us, times.get(each.name)),

@@ -176,6 +176,17 @@ def samples_us(play: Play, device: torch.device, reps: int = 9, sample_us: float
     return [back_to_back_us(play, calls, device) for _ in range(reps)]
 
 
+def graph_of(play: Play, times: int) -> Play:
+    """`play`, `times` in a row, as one graph's replay."""
+    play()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            play()
+    return graph.replay
+
+
 def require_device(device: torch.device, error: Exception) -> None:
     """Told apart from what failed on its own: DeviceError if the device answers no more after `error`, as after a fault in a
     kernel, since then nothing else can run in this process."""

@@ -5,12 +5,24 @@ from itertools import pairwise
 
 import pytest
 
-from bench.arithmetic import H200, Ceilings, Launch, in_order, step_bytes, step_launches, step_ms
+from bench.arithmetic import (
+    H200,
+    SIZES,
+    Ceilings,
+    Launch,
+    chain_us,
+    in_order,
+    step_bytes,
+    step_launches,
+    step_ms,
+    straight_ways,
+)
 from models.random_weights import SHAPES
 from runtime.ops.fused import FusedOps
 from runtime.ops.unfused import UnfusedOps
 
-GIVEN = Ceilings(1000.0, 800.0, 100.0, 9.0, 10.0, 1.0, 0.5, 2.0, 1.5, "given")
+WAYS = straight_ways(1000.0, 1.0, 2.0, 0.5, 1.5)
+GIVEN = Ceilings(1000.0, 800.0, 100.0, 9.0, 10.0, WAYS | {"library": (1.0, 20.0, 50.0, 200.0)}, 3.0, 1 << 18, "given")
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
@@ -85,30 +97,54 @@ def test_a_window_bounds_the_keys_read():
     assert near["attention"].hbm_bytes == far["attention"].hbm_bytes
 
 
-def test_a_time_is_bytes_over_the_ceiling_and_a_boundary_or_a_node():
+def test_a_time_is_that_of_a_chain_which_reads_as_many_bytes_the_same_way():
     config = SHAPES["llama-2-7b"]
-    launches = {each.name: each for each in step_launches(config, "bfloat16", 1, 512, "unfused")}
-    assert GIVEN.predicted_us(launches["q"], pdl=False) == pytest.approx(2 * 4096 * 4096 / 1e6 + 2.0)
-    assert GIVEN.predicted_us(launches["q"], pdl=True) == pytest.approx(2 * 4096 * 4096 / 1e6 + 1.5)
-    assert GIVEN.predicted_us(launches["rope"], pdl=False) == 1.0
-    assert (GIVEN.side(launches["q"]), GIVEN.side(launches["rope"])) == ("memory", "launch")
-    many = {each.name: each for each in step_launches(config, "bfloat16", 16, 512, "unfused")}
-    assert replace(GIVEN, tflops=1.0).side(many["q"]) == "arithmetic"
+    apart, one, many = (
+        {each.name: each for each in step_launches(config, "bfloat16", *words)}
+        for words in ((1, 512, "unfused"), (1, 512, "fused"), (16, 512, "fused"))
+    )
+    assert apart["q"].hbm_bytes == SIZES[2]
+    assert GIVEN.predicted_us(apart["q"], pdl=False) == 50.0
+    assert GIVEN.predicted_us(one["norm_gate_up"], pdl=False) == pytest.approx(one["norm_gate_up"].hbm_bytes / 1e6 + 2.0)
+    assert GIVEN.predicted_us(one["norm_gate_up"], pdl=True) == pytest.approx(one["norm_gate_up"].hbm_bytes / 1e6 + 1.5)
+    assert GIVEN.predicted_us(apart["rope"], pdl=False) == 1.0
+    assert (GIVEN.side(apart["q"]), GIVEN.side(apart["rope"])) == ("memory", "launch")
+    assert replace(GIVEN, tflops=1.0).side(many["norm_gate_up"]) == "arithmetic"
+    slow = replace(GIVEN, tflops=1.0).predicted_us(many["norm_gate_up"], pdl=True)
+    assert slow == many["norm_gate_up"].operations / 1e6
 
 
-@pytest.mark.parametrize("pdl", [True, False])
-def test_a_prediction_grows_with_the_bytes_and_never_jumps(pdl):
+def test_launches_read_by_the_way_of_their_kernel_and_meet_where_they_are_split():
+    def ways(batch, ops):
+        launches = step_launches(SHAPES["qwen3-8b"], "bfloat16", batch, 512, ops)
+        return {each.name: each.way for each in launches}, {each.name for each in launches if each.meets}
+
+    fused, met = ways(1, "fused")
+    assert (set(fused.values()), met) == ({"stream"}, {"attention", "sampler"})
+    fused, met = ways(8, "fused")
+    assert (set(fused.values()), met) == ({"dots"}, {"attention", "sampler", "proj_residual", "proj_residual 2"})
+    unfused, met = ways(8, "unfused")
+    assert met == {"attention", "sampler"}
+    assert {name for name, way in unfused.items() if way == "reduction"} == {"norm", "norm 2", "norm 3", "q norm", "k norm"}
+    products = {"q", "k", "v", "output", "gate", "up", "down", "LM head"}
+    assert {name for name, way in unfused.items() if way == "library"} == products
+    assert unfused["attention"] == "dots"
+    meets = Launch("x", "x", 1, 0, 0, 0, "stream", meets=True)
+    assert GIVEN.predicted_us(meets, pdl=False) - GIVEN.predicted_us(replace(meets, meets=False), pdl=False) == 3.0
+
+
+@pytest.mark.parametrize("way", ["stream", "dots", "library", "row", "reduction"])
+def test_a_prediction_grows_with_the_bytes_and_never_jumps(way):
     """A launch that streamed just longer than a node takes was once told a whole boundary more than one just shorter."""
-    step = 10_000
-    found = [H200.predicted_us(Launch("x", "x", 1, i * step, 0, 0), pdl) for i in range(3000)]
-    node, boundary = (H200.node_pdl_us, H200.boundary_pdl_us) if pdl else (H200.node_us, H200.boundary_us)
-    streams = step / H200.read_gbps / 1e3
-    assert found[0] == node
-    assert found[-1] == pytest.approx(2999 * streams + boundary)
-    assert all(streams <= b - a + 1e-9 and b - a <= 2 * streams + 1e-9 for a, b in pairwise(found))
+    us, step = GIVEN.ways[way], 100_000
+    found = [chain_us(us, i * step, GIVEN.read_gbps) for i in range(3000)]
+    measured = [(SIZES[i], each) for i, each in enumerate(us)]
+    assert [chain_us(us, size, GIVEN.read_gbps) for size, _ in measured] == pytest.approx([each for _, each in measured])
+    steepest = max([1e-3, *((y - x) / (b - a) for (a, x), (b, y) in pairwise(measured))])
+    assert all(0 < b - a <= step * steepest + 1e-9 for a, b in pairwise(found))
 
 
 def test_the_h200s_figures_put_a_7b_step_over_its_floor():
     """13.21 GB and the K/V of 512 positions take 3.00 ms at 4.49 TB/s."""
     launches = step_launches(SHAPES["llama-2-7b"], "bfloat16", 1, 512, "fused")
-    assert 3.0 < step_ms(launches, H200, pdl=True) < 3.2
+    assert 3.0 < step_ms(launches, H200, pdl=True) < 3.4

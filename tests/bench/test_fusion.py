@@ -45,6 +45,15 @@ def test_a_prediction_is_the_slowest_of_bytes_arithmetic_and_launches():
     )
 
 
+def test_rows_in_flight_that_do_not_fit_l2_are_read_from_hbm_twice():
+    def us(width, rates):
+        return experiments.rows(0, width).variants[-1].predicted_us(rates)
+
+    within, beyond = (replace(RATES, sm_l2_bytes=4 * 131072 + spare) for spare in (0, -1))
+    assert us(131072, beyond) == pytest.approx(1.5 * us(131072, within))
+    assert us(16384, beyond) == us(131072, within)
+
+
 def test_every_experiment_has_the_two_that_its_word_compares():
     everything = experiments.by_name()
     assert tuple(everything) == experiments.EXPERIMENTS

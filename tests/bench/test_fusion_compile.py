@@ -7,8 +7,8 @@ pytest.importorskip("triton", reason="needs Triton")
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench import experiments
-from bench.ceiling import read_kernel
+from bench import chains, experiments
+from bench.fusion_kernels import WIDE_AN_SM, WIDE_WARPS
 from bench.launches import _tiny_kernel
 from tests.runtime.ops.launches import CUDA, Launch, writing_down
 from tests.runtime.ops.sm90 import CUOBJDUMP, MAX_SHARED_BYTES, compile_launch
@@ -44,16 +44,42 @@ def test_the_chain_that_is_meant_to_spill_does():
     assert spills.stack_bytes > 0
 
 
+def test_a_wider_rows_blocks_are_at_least_as_many_an_sm_as_the_prediction_takes():
+    for experiment in (each for each in experiments.by_name()["rows"] if "131072" in each.title):
+        ((_, found),) = compiled(lambda made=experiment.variants[-1].make: made(CUDA)())
+        assert 65536 // (found.registers * 32 * WIDE_WARPS) >= WIDE_AN_SM
+
+
 @pytest.mark.parametrize("pdl", [True, False])
-def test_a_boundarys_kernels_wait_once_each_with_pdl_and_never_without(pdl):
+def test_a_chains_kernels_wait_once_each_with_pdl_and_never_without(pdl):
     """A chain by programmatic dependent launch has an order only if every kernel of it waits."""
+    options = {"PDL": pdl, "launch_pdl": pdl}
 
     def play():
-        x, out = (torch.empty(size, device=CUDA) for size in (1 << 23, 1 << 10))
-        read_kernel[(1024,)](x, out, BLOCK=4096, ITERATIONS=2, STAGES=2, PDL=pdl, num_warps=4, launch_pdl=pdl)
-        _tiny_kernel[(1,)](out, PDL=pdl, num_warps=1, launch_pdl=pdl)
+        weights = torch.empty(chains.SIZES[1] // 2, dtype=torch.bfloat16, device=CUDA)
+        for name, link, _ in chains._links(CUDA, has_pdl=False):
+            if name != "library":
+                link(weights, 0, options)
+        _tiny_kernel[(1,)](weights, num_warps=1, **options)
 
-    for _, found in compiled(play):
-        assert sum(line.startswith("griddepcontrol.wait") for line in found.code) == pdl
-        assert sum(line.startswith("griddepcontrol.launch_dependents") for line in found.code) == pdl
-        assert found.stack_bytes == 0
+    found = compiled(play)
+    assert [name for name, _ in found] == ["stream_kernel", "dots_kernel", "_tiny_kernel"]
+    for _, each in found:
+        assert sum(line.startswith("griddepcontrol.wait") for line in each.code) == pdl
+        assert sum(line.startswith("griddepcontrol.launch_dependents") for line in each.code) == pdl
+        assert each.stack_bytes == 0
+    assert 2 * found[1][1].shared_bytes <= MAX_SHARED_BYTES  # two programs an SM
+    assert any("wgmma" in line for line in found[1][1].code)
+
+
+def test_blocks_that_meet_leave_their_sums_before_they_say_so():
+    """In Triton 3.6 the atomic could overtake other warps' stores."""
+
+    def play():
+        values, counter = torch.empty(1 << 18, device=CUDA), torch.empty(64, dtype=torch.int32, device=CUDA)
+        chains.meeting_kernel[(256,)](values, counter, values, VALUES=1024, PARTS=4, num_warps=4)
+
+    ((_, found),) = compiled(play)
+    stored = found.first("st.global")
+    barrier = found.first("bar.sync", stored)
+    assert barrier < found.first("atom", barrier)

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from triton import knobs
 
-from bench import experiments
+from bench import chains, experiments
 from bench import fusion_kernels as own
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,6 +82,24 @@ def test_every_variant_of_a_row_and_of_a_product_agrees():
 def test_attention_without_its_scores_is_attention():
     variants = named(experiments.attention(2, 64, 16, block=(32, 16)))
     close(played(variants["Triton"]), played(variants["three kernels (and q's scale)"]))
+
+
+def test_a_chains_links_sum_what_they_read():
+    x, w, sums = torch.randn(64, device=DEVICE), torch.randn(3 * 256, device=DEVICE), torch.zeros(64, device=DEVICE)
+    chains.stream_kernel[(3,)](w, x, sums, BLOCK=64, BLOCKS=4, PDL=False)
+    close(sums[:3], (w.view(3, 4, 64) * x).sum((1, 2)), 1e-4)
+    columns, tiles, out = (torch.randn(shape, device=DEVICE) for shape in ((2, 16, 32), (3, 2, 64, 32), (3, 64, 16)))
+    chains.dots_kernel[(3,)](tiles, columns, out, 2, ROWS=64, SLICE=32, COLUMNS=16, PDL=False)
+    close(out, torch.einsum("ptrk,tck->prc", tiles, columns), 0.1)
+
+
+def test_the_last_of_the_blocks_that_meet_sums_all_and_leaves_the_counter_zero():
+    partial, out, counter = torch.zeros(8 * 32, device=DEVICE), torch.randn(2, 32, device=DEVICE), torch.zeros(2, device=DEVICE)
+    want, counter = out.clone(), counter.int()
+    for parts in (4, 4, 1):
+        chains.meeting_kernel[(2 * parts,)](partial, counter, out, VALUES=32, PARTS=parts)
+        close(out, want, 1e-6)
+    assert counter.tolist() == [0, 0]
 
 
 def test_links_alive_together_or_in_turns_give_one_sum():

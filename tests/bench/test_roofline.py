@@ -1,6 +1,7 @@
 """`bench roofline`: what a CPU is told, and predicted beside measured where times are given."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from bench import kernels, profiled, roofline
 from bench.__main__ import run
-from bench.arithmetic import H200, in_order, step_launches
+from bench.arithmetic import H200, in_order, step_launches, straight_ways
 from bench.ceiling import Ceiling
 from bench.steps import Resources, StepsOptions, fold
 from models.random_weights import SHAPES
@@ -45,13 +46,14 @@ def test_predicted_and_measured_stand_side_by_side():
 def test_a_fusion_gains_its_boundaries_and_no_hbm_bytes():
     plan = {(1, ops): step_launches(CONFIG, "bfloat16", 1, 512, ops) for ops in ("unfused", "fused")}
     times = {key: {each.name: [10.0] for each in launches} for key, launches in plan.items()}
-    gains = {row["fused launch"]: row for row in roofline.gains(plan, 1, H200, times)}
+    ceilings = replace(H200, ways=straight_ways(H200.read_gbps, 1.0, 2.0, 0.5, 1.5), meeting_us=0.0)
+    gains = {row["fused launch"]: row for row in roofline.gains(plan, 1, ceilings, times)}
     gate_up = gains["norm_gate_up"]
     assert gate_up["in place of"] == "norm 2 + gate + up + SiLU · up"
     assert gate_up["launches saved a step"] == 3 * 32
     assert gate_up["hbm MB saved"] == 0
     assert gate_up["measured gain us"] == pytest.approx(32 * 30)
-    assert gate_up["predicted gain us"] == pytest.approx(32 * (2 * H200.node_us + H200.boundary_us), rel=1e-3)
+    assert gate_up["predicted gain us"] == pytest.approx(32 * (2 * 1.0 + 2.0), rel=1e-3)  # two nodes, one boundary of two
     assert sum(row["launches saved a step"] for row in gains.values()) == 32 * 10 + 1
 
 
