@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench.arithmetic import SIZES, WITH_PDL, Ceilings, Ways, chain_us
 from bench.steps import Play, graph_of, median, samples_us
+from runtime.ops._gemv import let_next_start, wait_for_previous
 from runtime.ops._triton import tl, triton
 
 CHAIN_BYTES = 2 << 30
@@ -25,7 +26,7 @@ ROW = 4096
 """Values of a row that torch's small launches take."""
 BLOCK, BLOCKS = 2048, 8
 """A program's stream: 32 KB, half of it asked for before the wait."""
-ROWS, SLICE, COLUMNS, STAGES, PROGRAMS = 64, 128, 16, 5, 256
+ROWS, SLICE, COLUMNS, STAGES, PROGRAMS = 64, 256, 16, 3, 256
 """A tile of weights and the columns of x it meets, tiles on their way together, and two programs an SM of an H200."""
 PARTS, GROUPS, VALUES = 4, 64, 1024
 """Blocks that meet, how often at a time, and the numbers that each brings."""
@@ -40,15 +41,13 @@ Link = Callable[[Tensor, int, dict[str, Any]], None]
 def stream_kernel(w_ptr, x_ptr, out_ptr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """Each program multiplies BLOCKS blocks of w with x `[BLOCK]`, which the kernel before wrote, into one sum: a stream that
     begins behind a dependent load and ends in a reduction over the block."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    let_next_start(PDL)
     i = tl.arange(0, BLOCK)
     w_ptr += tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(BLOCKS // 2):
         total += tl.load(w_ptr + s * BLOCK + i).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + i)
     for s in tl.static_range(BLOCKS // 2, BLOCKS):
         total += tl.load(w_ptr + s * BLOCK + i).to(tl.float32)
@@ -60,18 +59,21 @@ def dots_kernel(
     w_ptr, x_ptr, out_ptr, tiles, ROWS: tl.constexpr, SLICE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr
 ):
     """Each program takes `tiles` tiles of w, one stretch of memory, through shared memory to the tensor cores, times COLUMNS
-    columns of x that change with every tile and come from L2."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    columns of x that change with every tile and come from L2. The first tiles are asked for before the wait."""
+    let_next_start(PDL)
     r, k, b = tl.arange(0, ROWS)[:, None], tl.arange(0, SLICE)[None, :], tl.arange(0, COLUMNS)
     w_ptr += tl.program_id(0).to(tl.int64) * tiles * (ROWS * SLICE) + r * SLICE + k
     x_ptr += b[:, None] * SLICE + k
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
+    next_x = tl.zeros((COLUMNS, SLICE), x_ptr.dtype.element_ty)
     for i in range(tiles):
-        x = tl.load(x_ptr + i * (COLUMNS * SLICE))
-        acc = tl.dot(tl.load(w_ptr + i * (ROWS * SLICE)), tl.trans(x), acc)
+        w = tl.load(w_ptr + i * (ROWS * SLICE))
+        if i == 0:
+            wait_for_previous(PDL)
+            next_x = tl.load(x_ptr)
+        x = next_x
+        next_x = tl.load(x_ptr + (i + 1) % tiles * (COLUMNS * SLICE))
+        acc = tl.dot(w, tl.trans(x), acc)
     tl.store(out_ptr + tl.program_id(0) * (ROWS * COLUMNS) + r * COLUMNS + b[None, :], acc)
 
 

@@ -5,7 +5,6 @@ Does not own prefill attention (models.decoder, through SDPA) or the projections
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -199,14 +198,14 @@ def _attention_kernel(
     if STAGES == 1:
         k, v = _old_keys(k_ptr, v_ptr, start, end, d, D, BLOCK)
     cos, sin = 0.0, 0.0
-    norms = ()  # type: tuple[Any, ...]
+    norms = ()
     if ROTATE:
         angle = position.to(tl.int64) * half + tl.where(d < half, d, other)
         cos = tl.load(cos_ptr + angle, mask=d_mask, other=0.0)[None, :]
         sin = tl.load(sin_ptr + angle, mask=d_mask, other=0.0)[None, :]
         sin = tl.where(d[None, :] < half, -sin, sin)
     if HEAD_NORM:
-        norms = (
+        norms = (  # type: ignore[assignment]
             tl.load(q_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :],
             tl.load(q_norm_ptr + other, mask=d_mask, other=0.0).to(tl.float32)[None, :],
             tl.load(k_norm_ptr + d, mask=d_mask, other=0.0).to(tl.float32)[None, :],
