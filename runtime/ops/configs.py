@@ -90,8 +90,8 @@ FP8_BATCH: dict[tuple[Kernel, int, int], Tile] = {
 }
 """Batches of 2 to 16, FP8 weights."""
 
-FEW_BLOCKS = 192
-"""Blocks below which a projection of a batch splits its in features: an H200 has 132 SMs."""
+PROCESSORS = 132
+"""SMs of an H200."""
 
 
 @cache
@@ -130,23 +130,27 @@ def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int, pdl: bool) -
 
 
 def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
-    """Slices that divide a row, 64 rows a block, and for a projection splits where blocks are few."""
+    """Slices that divide a row, 64 rows a block, and for a projection splits where blocks leave SMs without work."""
     if itemsize == 1:  # words of two weights
         tile = _batch_rule(kernel, n, width // 2, 2)
         return replace(tile, k_slice=min(2 * tile.k_slice, 128 if kernel == "norm_gate_up" else 256), stages=5)
     divisor = width & -width
     rows = min(64, max(16, _floor_power(n)))
+    blocks = -(-n // rows)
     if itemsize > 2:
         return Tile(16, min(32, max(16, _floor_power(width))), 4, 2)
-    k_slice = min(256, divisor) if divisor >= 32 else min(32, max(16, _floor_power(width)))
-    if kernel == "norm_gate_up":
-        return Tile(rows, min(k_slice, 128), 4, 3)
-    if kernel == "norm_linear":
-        return Tile(rows, k_slice, 4, 3)
+    if divisor < 32:
+        k_slice, stages = min(32, max(16, _floor_power(width))), 3
+    elif kernel == "norm_gate_up":
+        k_slice, stages = min(128, divisor), 3
+    else:  # about 100 KB where blocks are many, so that two fit an SM, and more where each has one of its own
+        k_slice, stages = min(512 if blocks <= PROCESSORS else 256, divisor), 3 if divisor >= 512 or blocks > PROCESSORS else 4
     splits = 1
-    while splits < 4 and -(-n // rows) * splits < FEW_BLOCKS // 2 and _splits_fit(width // k_slice, splits * 2):
+    while kernel == "proj_residual" and splits < 4 and blocks * splits < PROCESSORS * 3 // 4:
+        if not _splits_fit(width // k_slice, splits * 2):
+            break
         splits *= 2
-    return Tile(rows, k_slice, 4, 4, splits)
+    return Tile(rows, k_slice, 4, stages, splits)
 
 
 def _splits_fit(slices: int, splits: int) -> bool:

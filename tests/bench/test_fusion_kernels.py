@@ -107,9 +107,7 @@ def test_links_alive_together_or_in_turns_give_one_sum():
     close(played(few), played(many))
 
 
-@pytest.mark.skipif(
-    DEVICE.type == "cuda", reason="needs the interpreter: on a GPU both are graphs, whose replay returns nothing"
-)
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="needs no GPU: there a replay returns nothing")
 def test_few_rows_in_a_block_each_or_op_by_op_give_one_norm():
     fused, apart = experiments.few_rows(2, 300).variants
     close(played(fused), played(apart), 0.05)
