@@ -112,15 +112,23 @@ def straight_ways(read_gbps: float, node_us: float, boundary_us: float, node_pdl
 
 
 H200 = Ceilings(
-    read_gbps=4488.0,
-    copy_gbps=4258.0,
+    read_gbps=4433.0,
+    copy_gbps=4236.0,
     tflops=989.0,
-    torch_us=7.0,
-    triton_us=11.8,
-    ways=straight_ways(4488.0, 0.87, 2.26, 0.56, 0.65),
-    meeting_us=0.0,
-    sm_l2_bytes=(50 << 20) // 132,
-    source="one NVIDIA H200, measured 2026-11-30 with torch 2.11 and triton 3.6; arithmetic and L2 by the datasheet",
+    torch_us=8.0,
+    triton_us=13.5,
+    ways={
+        "stream": (0.83, 4.39, 9.62, 31.75),
+        "stream with PDL": (0.55, 3.60, 7.86, 29.94),
+        "dots": (0.83, 4.88, 11.19, 34.64),
+        "dots with PDL": (0.55, 2.86, 9.73, 33.00),
+        "library": (0.83, 6.02, 10.70, 34.32),
+        "row": (1.09,),
+        "reduction": (5.96,),
+    },
+    meeting_us=1.55,
+    sm_l2_bytes=476625,
+    source="one NVIDIA H200, measured 2026-11-30 with torch 2.11 and triton 3.6, arithmetic by the datasheet",
 )
 
 
