@@ -13,7 +13,7 @@ from torch import Tensor
 from runtime.ops import Linear
 from runtime.ops._triton import tl, triton
 from runtime.ops.configs import Tile
-from runtime.ops.fp8 import Fp8, fp8_operands
+from runtime.ops.fp8 import Fp8
 
 TOKENS = 16
 """Batches of 2 to 16 are padded to this: the narrowest token side of `tl.dot`."""
@@ -180,20 +180,91 @@ def prefetch(pointers, PDL: tl.constexpr):
 
 
 @triton.jit
-def _slice_dot(acc, w, x, x_high, scales_ptr, r, s, IN: tl.constexpr, GROUP: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """acc + a slice of weights w `[ROWS, K]` from place s of a row on, times x `[TOKENS, K]`. FP8: words of two weights, the
-    second of which meets x_high, from the other half of a row; where GROUP in features share a scale, times that."""
-    if scales_ptr is not None:
-        parts = fp8_operands(w, DOT_DTYPE)
-        for half in tl.static_range(2):
-            tokens = tl.trans((x_high if half else x).to(DOT_DTYPE))
-            if GROUP > 0:
-                scales = tl.load(scales_ptr + r * (IN // GROUP) + (half * (IN // 2) + s) // GROUP)
-                acc += tl.dot(parts[half], tokens, input_precision="ieee") * scales[:, None]
-            else:
-                acc = tl.dot(parts[half], tokens, acc, input_precision="ieee")
+def _load_tokens(x_ptr, s, mask, IN: tl.constexpr, K: tl.constexpr, FP8: tl.constexpr):
+    """x `[TOKENS, K]` as it meets rows of weights from place s on, from pointers to tokens `[TOKENS, 1]`; FP8: in its order."""
+    if FP8:
+        at = x_ptr + s // 2 + tl.arange(0, K // 2)[None, :]
+        low, high = tl.load(at, mask=mask, other=0.0), tl.load(at + IN // 2, mask=mask, other=0.0)
+        x = tl.reshape(tl.join(low, high), [x_ptr.shape[0], K])
     else:
+        x = tl.load(x_ptr + s + tl.arange(0, K)[None, :], mask=mask, other=0.0)
+    return x
+
+
+@triton.jit
+def _e4m3_parts(x, scale, INTERPRETED: tl.constexpr):
+    """x in bfloat16 times scale, a power of two, as two e4m3 numbers, of 4 significant bits each: the nearest one, and the
+    nearest to 16 times what it leaves. They leave nothing, of a scaled x below 2^-6 at most 2^-14."""
+    if INTERPRETED:  # which rounds e4m3 wrongly: cut, and kept in float32
+        x = x.to(tl.float32) * scale.to(tl.float32)
+        high = (x.to(tl.int32, bitcast=True) & -0x100000).to(tl.float32, bitcast=True)
+        low = (x - high) * 16.0
+    else:
+        asm: tl.constexpr = """{
+            .reg .b32 a, b, c, d, e, f;
+            .reg .b16 p, q;
+            mov.b32 c, 0x80008000;
+            fma.rn.bf16x2 a, $2, $4, c;
+            fma.rn.bf16x2 b, $3, $5, c;
+            shl.b32 c, a, 16;
+            shl.b32 d, b, 16;
+            and.b32 e, a, 0xffff0000;
+            and.b32 f, b, 0xffff0000;
+            cvt.rn.f16x2.f32 a, e, c;
+            cvt.rn.f16x2.f32 b, f, d;
+            cvt.rn.satfinite.e4m3x2.f16x2 p, a;
+            cvt.rn.satfinite.e4m3x2.f16x2 q, b;
+            mov.b32 $0, {p, q};
+            cvt.rn.f16x2.e4m3x2 c, p;
+            cvt.rn.f16x2.e4m3x2 d, q;
+            sub.rn.f16x2 a, a, c;
+            sub.rn.f16x2 b, b, d;
+            mov.b32 e, 0x4c004c00;
+            mul.rn.f16x2 a, a, e;
+            mul.rn.f16x2 b, b, e;
+            cvt.rn.satfinite.e4m3x2.f16x2 p, a;
+            cvt.rn.satfinite.e4m3x2.f16x2 q, b;
+            mov.b32 $1, {p, q};
+        }"""
+        high, low = tl.inline_asm_elementwise(asm, "=&r,=&r,r,r,r,r", [x, scale], (tl.int8, tl.int8), is_pure=True, pack=4)
+        high, low = high.to(tl.float8e4nv, bitcast=True), low.to(tl.float8e4nv, bitcast=True)
+    return high, low
+
+
+@triton.jit
+def _e4m3_dot(w, x, DOT_DTYPE: tl.constexpr):
+    """w `[ROWS, K]` in e4m3 times x `[TOKENS, K]` in bfloat16: `[ROWS, TOKENS]` float32. x becomes two e4m3 numbers, times a
+    power of two for each token that brings its largest into [128, 256); their products are columns of their own. Each slice is
+    summed from zero: within a product of e4m3 the tensor cores keep some 14 bits of a sum."""
+    TOKENS: tl.constexpr = x.shape[0]
+    exponent = tl.maximum(tl.max(tl.abs(x), 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23, 8)
+    scale = ((261 - exponent) << 23).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    high, low = _e4m3_parts(x, scale[:, None], tl.float32 == DOT_DTYPE)
+    parts = tl.reshape(tl.permute(tl.join(high, low), (1, 2, 0)), [x.shape[1], 2 * TOKENS])
+    sums = tl.dot(w.to(parts.dtype), parts, input_precision="ieee")
+    high, low = tl.split(tl.permute(tl.reshape(sums, [w.shape[0], 2, TOKENS]), (0, 2, 1)))
+    return (high + low * 0.0625) * ((exponent - 7) << 23).to(tl.float32, bitcast=True)[None, :]
+
+
+@triton.jit
+def _slice_dot(acc, w, x, scales_ptr, r, s, IN: tl.constexpr, GROUP: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """acc + weights w `[ROWS, K]` from place s of their rows on, times x `[TOKENS, K]`; where GROUP in features share a scale,
+    times that: places of even and of odd number meet columns of their own then."""
+    if scales_ptr is None:
         acc = tl.dot(w.to(DOT_DTYPE), tl.trans(x.to(DOT_DTYPE)), acc, input_precision="ieee")
+    else:
+        half = tl.arange(0, 2)
+        if GROUP > 0:
+            own = half[:, None] == (tl.arange(0, x.shape[1]) % 2)[None, :]
+            x = tl.reshape(tl.where(own[:, None, :], x[None, :, :], 0.0), [2 * x.shape[0], x.shape[1]])
+        if x.dtype == tl.bfloat16:
+            sums = _e4m3_dot(w, x, DOT_DTYPE)
+        else:
+            sums = tl.dot(w.to(DOT_DTYPE), tl.trans(x.to(DOT_DTYPE)), input_precision="ieee")
+        if GROUP > 0:
+            scales = tl.load(scales_ptr + r[:, None] * (IN // GROUP) + ((half * (IN // 2) + s // 2) // GROUP)[None, :])
+            sums = tl.sum(tl.reshape(sums, [w.shape[0], 2, acc.shape[1]]) * scales[:, :, None], 1)
+        acc += sums
     return acc
 
 
@@ -221,46 +292,36 @@ def tokens_dot(
 ):
     """Rows r of the weights with tokens b of x `[batch, IN]` over `slices` slices of a row from `start` on, at least one, the
     turn-th first, and over what is left up to `end` behind its last whole slice: `[ROWS, TOKENS]` float32, times the tokens'
-    1 / rms where PARTS parts of their squares are given. FP8 in words of two weights.
+    1 / rms where PARTS parts of their squares are given.
 
-    The wait is in here. For dense weights it is in the first turn of the loop: Triton asks for the weights of as many slices as
-    it has stages less one before the loop begins, and so before the wait. x must not be among them, so it comes through
-    registers, one slice ahead. FP8, whose turns are longer, waits before the loop and lets x come as the weights do.
+    The wait is in the first turn of the loop: Triton asks for the weights of as many slices as it has stages less one before
+    the loop begins, and so before the wait. x must not be among them, so it comes through registers, one slice ahead.
     """
     FP8: tl.constexpr = scales_ptr is not None
-    WIDE: tl.constexpr = IN // 2 if FP8 else IN
     k = tl.arange(0, K_SLICE)
     acc = tl.zeros((r.shape[0], b.shape[0]), tl.float32)
     factor = tl.zeros((b.shape[0],), tl.float32)
     next_x = tl.zeros((b.shape[0], K_SLICE), x_ptr.dtype.element_ty)
-    weight_ptr += r[:, None] * WIDE + k[None, :]
-    x_ptr += b[:, None] * IN + k[None, :]
-    if FP8:
-        wait_for_previous(PDL)
-        if PARTS > 0:
-            factor = inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, SCALE)
+    weight_ptr += r[:, None] * IN + k[None, :]
+    x_ptr += b[:, None] * IN
+    live = live[:, None]
     for i in range(slices):
         s = start + (i + turn) % slices * K_SLICE
         w = tl.load(weight_ptr + s)
-        if FP8:
-            x = tl.load(x_ptr + s, mask=live[:, None], other=0.0)
-            x_high = tl.load(x_ptr + WIDE + s, mask=live[:, None], other=0.0)
-        else:
-            if i == 0:
-                wait_for_previous(PDL)
-                next_x = tl.load(x_ptr + s, mask=live[:, None], other=0.0)
-                if PARTS > 0:
-                    factor = inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, SCALE)
-            x, x_high = next_x, next_x
-            next_x = tl.load(x_ptr + (start + (i + 1 + turn) % slices * K_SLICE), mask=live[:, None], other=0.0)
-        acc = _slice_dot(acc, w, x, x_high, scales_ptr, r, s, IN, GROUP, DOT_DTYPE)
-    DONE: tl.constexpr = WIDE // K_SLICE * K_SLICE
-    if DONE < WIDE:
-        inside = (DONE + k < end)[None, :]
-        w = tl.load(weight_ptr + DONE, mask=inside, other=0)
-        x = tl.load(x_ptr + DONE, mask=live[:, None] & inside, other=0.0)
-        x_high = tl.load(x_ptr + WIDE + DONE, mask=live[:, None] & inside, other=0.0) if FP8 else x
-        acc = _slice_dot(acc, w, x, x_high, scales_ptr, r, DONE, IN, GROUP, DOT_DTYPE)
+        if i == 0:
+            wait_for_previous(PDL)
+            next_x = _load_tokens(x_ptr, s, live, IN, K_SLICE, FP8)
+            if PARTS > 0:
+                factor = inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, SCALE)
+        x = next_x
+        next_x = _load_tokens(x_ptr, start + (i + 1 + turn) % slices * K_SLICE, live, IN, K_SLICE, FP8)
+        acc = _slice_dot(acc, w, x, scales_ptr, r, s, IN, GROUP, DOT_DTYPE)
+    DONE: tl.constexpr = IN // K_SLICE * K_SLICE
+    if DONE < IN:
+        w = tl.load(weight_ptr + DONE, mask=(DONE + k < end)[None, :], other=0.0)
+        inside = DONE + tl.arange(0, K_SLICE // 2) * 2 < end if FP8 else DONE + k < end
+        x = _load_tokens(x_ptr, DONE, live & inside[None, :], IN, K_SLICE, FP8)
+        acc = _slice_dot(acc, w, x, scales_ptr, r, DONE, IN, GROUP, DOT_DTYPE)
     if FP8 and GROUP == 0:
         acc *= tl.load(scales_ptr + r)[:, None]
     if PARTS > 0:
@@ -288,8 +349,10 @@ def operands(linear: Linear, tile: Tile, batch: int) -> tuple[tuple[Tensor, Tens
     if isinstance(weight, Tensor):
         return (weight, linear.bias if linear.bias is not None else weight, None), shape | {"GROUP": 0, "K_SLICE": tile.k_slice}
     assert isinstance(weight, Fp8)
-    codes = weight.codes.view(torch.float8_e4m3fn if batch == 1 else torch.int16)
-    k_slice = tile.k_slice if batch == 1 else min(max(16, tile.k_slice // 2), weight.group // 2 or tile.k_slice)
+    codes = weight.codes.view(torch.float8_e4m3fn)
+    k_slice = tile.k_slice
+    if batch > 1 and weight.group:  # within a group on either half of a row
+        k_slice = min(k_slice, 2 * weight.group if weight.shape[1] % (2 * weight.group) == 0 else weight.group)
     shape |= {"GROUP": weight.group, "K_SLICE": k_slice}
     return (codes, linear.bias if linear.bias is not None else weight.scales, weight.scales), shape
 

@@ -16,8 +16,8 @@ class Tile:
 
     Attributes:
         rows: power of two, at most the weight's rows (of gate alone for norm_gate_up); 16 and up for batches.
-        k_slice: power of two, at most the in features; 16 and up for batches, 32 and up with FP8 weights (half of it from
-            each half of the in features).
+        k_slice: power of two, at most the in features; 16 and up for batches, 32 and up with FP8 weights, 512 at most: within
+            a slice the tensor cores keep 14 bits of a sum.
         warps, stages: Triton's; batches keep one slice less than stages on their way and ask for those before the wait.
         splits: blocks that share a row's in features; proj_residual's batches only.
         ahead: slices that a thread keeps on their way and asks for before the wait; one row only.
@@ -131,9 +131,8 @@ def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int, pdl: bool) -
 
 def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
     """Slices that divide a row, 64 rows a block, and for a projection splits where blocks leave SMs without work."""
-    if itemsize == 1:  # words of two weights
-        tile = _batch_rule(kernel, n, width // 2, 2)
-        return replace(tile, k_slice=min(2 * tile.k_slice, 128 if kernel == "norm_gate_up" else 256), stages=5)
+    if itemsize == 1:
+        return replace(_batch_rule(kernel, n, width, 2), stages=5)
     divisor = width & -width
     rows = min(64, max(16, _floor_power(n)))
     blocks = -(-n // rows)

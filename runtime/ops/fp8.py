@@ -2,8 +2,8 @@
 
 Does not own the products, which are the dense kernels' (norm_linear, proj_residual, norm_gate_up), nor rounding (lowbit).
 
-Bytes 2k and 2k + 1 of a row are in features k and in / 2 + k. So a thread's 16-byte load goes with two of x, of 8 in features
-each; and a 16-bit word goes through shared memory to the tensor cores as one weight would, a byte for each of two products.
+Bytes 2k and 2k + 1 of a row are in features k and in / 2 + k: so a thread's 16-byte load goes with two of x, of 8 in features
+each. A batch's go to the tensor cores as they are, and x is put in their order.
 """
 
 from dataclasses import dataclass
@@ -85,55 +85,14 @@ def _value(code):
 
 
 @triton.jit
-def fp8_values(words):
-    """16-bit words -> what their low and their high bytes stand for, float32."""
-    w = words.to(tl.int32)
-    return _value(w), _value(w >> 8)
-
-
-@triton.jit
-def fp8_operands(words, DOT_DTYPE: tl.constexpr):
-    """`fp8_values` in DOT_DTYPE. A pair of bfloat16 takes four instructions: bytes with their sign spread above them, shifted
-    to where bfloat16 has exponent and mantissa, cut, and times 2^120."""
-    if tl.bfloat16 == DOT_DTYPE:
-        asm: tl.constexpr = """{
-            .reg .b32 a, b, up, zero;
-            mov.b32 up, 0x7b807b80;
-            mov.b32 zero, 0x80008000;
-            prmt.b32 a, $2, 0, 0xa280;
-            prmt.b32 b, $2, 0, 0xb391;
-            shl.b32 a, a, 4;
-            shl.b32 b, b, 4;
-            and.b32 a, a, 0x87f087f0;
-            and.b32 b, b, 0x87f087f0;
-            fma.rn.bf16x2 $0, a, up, zero;
-            fma.rn.bf16x2 $1, b, up, zero;
-        }"""
-        parts = tl.inline_asm_elementwise(asm, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
-    elif tl.float16 == DOT_DTYPE:
-        asm16: tl.constexpr = """{
-            .reg .b32 t;
-            .reg .b16 a, b;
-            prmt.b32 t, $2, 0, 0x3120;
-            mov.b32 {a, b}, t;
-            cvt.rn.f16x2.e4m3x2 $0, a;
-            cvt.rn.f16x2.e4m3x2 $1, b;
-        }"""
-        parts = tl.inline_asm_elementwise(asm16, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
-    else:
-        parts = fp8_values(words)
-    return parts
-
-
-@triton.jit
 def _dense_kernel(
     words_ptr, scales_ptr, out_ptr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     HALF: tl.constexpr = WIDTH // 2
-    parts = fp8_values(tl.load(words_ptr + row * HALF + k, mask=k < HALF, other=0))
+    words = tl.load(words_ptr + row * HALF + k, mask=k < HALF, other=0).to(tl.int32)
     for half in tl.static_range(2):
         at = half * HALF + k
         scale = tl.load(scales_ptr + row * GROUPS + (at // GROUP if GROUP else at * 0), mask=k < HALF, other=0.0)
-        tl.store(out_ptr + row * WIDTH + at, (parts[half] * scale).to(out_ptr.dtype.element_ty), mask=k < HALF)
+        tl.store(out_ptr + row * WIDTH + at, (_value(words >> 8 * half) * scale).to(out_ptr.dtype.element_ty), mask=k < HALF)

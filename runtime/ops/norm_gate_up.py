@@ -89,18 +89,17 @@ def _norm_gate_up_batch_kernel(
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
-    WIDE: tl.constexpr = IN if scales_ptr is None else IN // 2
     block = tl.program_id(0)
     row = tl.minimum(block * ROWS, n - ROWS)
     both = tl.arange(0, 2 * ROWS)
     both = both % ROWS + both // ROWS * n
     b = tl.arange(0, TOKENS)
     live = b < batch
-    weight_ptr += row.to(tl.int64) * WIDE
+    weight_ptr += row.to(tl.int64) * IN
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
     acc = tokens_dot(
-        *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, both, b, live, 0, WIDE // K_SLICE, block * STAGGER, WIDE, eps),
+        *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, both, b, live, 0, IN // K_SLICE, block * STAGGER, IN, eps),
         *(IN, PARTS, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),
     )
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, ROWS, TOKENS]), (1, 2, 0)))

@@ -86,12 +86,11 @@ def _norm_linear_batch_kernel(
     r = tl.arange(0, ROWS)
     b = tl.arange(0, TOKENS)
     live = b < batch
-    WIDE: tl.constexpr = IN if scales_ptr is None else IN // 2
-    weight_ptr += row.to(tl.int64) * WIDE
+    weight_ptr += row.to(tl.int64) * IN
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
     acc = tokens_dot(
-        *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, r, b, live, 0, WIDE // K_SLICE, block * STAGGER, WIDE, eps),
+        *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, r, b, live, 0, IN // K_SLICE, block * STAGGER, IN, eps),
         *(IN, PARTS, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),
     )
     if HAS_BIAS:

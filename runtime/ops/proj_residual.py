@@ -88,16 +88,15 @@ def _proj_residual_batch_kernel(
     r = tl.arange(0, ROWS)
     b = tl.arange(0, TOKENS)
     live = b < batch
-    WIDE: tl.constexpr = IN if scales_ptr is None else IN // 2
-    weight_ptr += row.to(tl.int64) * WIDE
+    weight_ptr += row.to(tl.int64) * IN
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
-    SLICES: tl.constexpr = WIDE // K_SLICE
+    SLICES: tl.constexpr = IN // K_SLICE
     SHARE: tl.constexpr = (SLICES + SPLITS - 1) // SPLITS
     start = split * SHARE
     slices = tl.minimum(SLICES - start, SHARE)
     start *= K_SLICE
-    end = tl.where(split == SPLITS - 1, WIDE, 0)
+    end = tl.where(split == SPLITS - 1, IN, 0)
     acc = tokens_dot(
         *(a_ptr, None, weight_ptr, scales_ptr, r, b, live, start, slices, block * STAGGER, end, 0.0),
         *(IN, 0, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),

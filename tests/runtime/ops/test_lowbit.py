@@ -138,7 +138,7 @@ def test_bytes_are_those_of_the_codes_and_scales():
     assert lowbit(random(64, 256), "int4", 128).nbytes == 64 * 256 // 2 + 64 * 2 * 2
 
 
-DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYER = [
     ("fp8", 0, False),
     ("fp8", 128, False),
@@ -183,6 +183,27 @@ def test_a_layers_projections_are_those_of_the_dense_weights(format, group, zero
     assert logits.dtype == torch.float32
     if dtype == torch.float32:
         close(logits, torch.cat((gate, up), -1))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("spread", [0, 2])
+@pytest.mark.parametrize("group", [0, 128])
+def test_a_batchs_products_with_fp8_weights_are_nearer_than_rounding_x_to_bfloat16_would_be(group, spread, dtype):
+    generator, width = torch.Generator().manual_seed(spread), 1024
+    exact = torch.randn(3, width, generator=generator) * torch.exp(spread * torch.randn(3, width, generator=generator))
+    weight, one = lowbit(random(256, width), "fp8", group), torch.ones(width, dtype=dtype, device=DEVICE)
+    ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), exact.to(DEVICE, dtype)
+    nothing = Linear(torch.zeros(width, 16, dtype=dtype, device=DEVICE))
+    x = ops.proj_residual(torch.zeros(3, 16, dtype=dtype, device=DEVICE), nothing, x, one)  # which begins the norm
+
+    def products(x):
+        return F.rms_norm(x.double(), (width,)) @ weight.dense_torch().double().t()
+
+    ours = ops.norm_lm_head(x, one, Linear(weight), 0.0) - products(x)
+    rounding = products(exact.bfloat16().to(DEVICE)) - products(exact.to(DEVICE))
+    print(f"error {ours.square().mean().sqrt():.1e}, of rounding to bfloat16 {rounding.square().mean().sqrt():.1e}")
+    assert ours.square().mean() < rounding.square().mean()
 
 
 @needs_kernels
