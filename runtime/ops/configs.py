@@ -80,13 +80,13 @@ FP8_SINGLE: dict[tuple[Kernel, int, int], Tile] = {
 """Batch 1, FP8 weights: several rows a block, for what x takes is shared by them."""
 
 FP8_BATCH: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(64, 512, 4, 4),
-    ("norm_linear", 6144, 4096): Tile(64, 512, 4, 4),
-    ("norm_gate_up", 11008, 4096): Tile(64, 256, 4, 3),
-    ("norm_gate_up", 14336, 4096): Tile(64, 256, 4, 3),
-    ("proj_residual", 4096, 4096): Tile(64, 256, 4, 4, splits=4),
-    ("proj_residual", 4096, 11008): Tile(64, 256, 4, 4, splits=4),
-    ("proj_residual", 4096, 14336): Tile(64, 256, 4, 4, splits=4),
+    ("norm_linear", 12288, 4096): Tile(64, 512, 4, 3),
+    ("norm_linear", 6144, 4096): Tile(64, 512, 8, 4),
+    ("norm_gate_up", 11008, 4096): Tile(64, 256, 8, 3),
+    ("norm_gate_up", 14336, 4096): Tile(64, 256, 8, 3),
+    ("proj_residual", 4096, 4096): Tile(64, 256, 4, 6, splits=4),
+    ("proj_residual", 4096, 11008): Tile(128, 256, 8, 3, splits=8),
+    ("proj_residual", 4096, 14336): Tile(128, 256, 8, 3, splits=8),
 }
 """Batches of 2 to 16, FP8 weights."""
 
@@ -132,18 +132,25 @@ def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int, pdl: bool) -
 def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
     """Slices that divide a row, 64 rows a block, and for a projection splits where blocks leave SMs without work."""
     if itemsize == 1:
-        return replace(_batch_rule(kernel, n, width, 2), stages=5)
+        tile = _batch_rule(kernel, n, width, 2)
+        return (
+            replace(tile, k_slice=min(2 * tile.k_slice, 256), warps=8) if kernel == "norm_gate_up" else replace(tile, stages=5)
+        )
     divisor = width & -width
     rows = min(64, max(16, _floor_power(n)))
     blocks = -(-n // rows)
     if itemsize > 2:
         return Tile(16, min(32, max(16, _floor_power(width))), 4, 2)
+    stages = 3
     if divisor < 32:
-        k_slice, stages = min(32, max(16, _floor_power(width))), 3
+        k_slice = min(32, max(16, _floor_power(width)))
     elif kernel == "norm_gate_up":
-        k_slice, stages = min(128, divisor), 3
+        k_slice = min(128, divisor)
+        if blocks > PROCESSORS * 3 // 2 and divisor >= 256:  # half as large: a second wave costs less
+            rows, k_slice = 32, 256
     else:  # about 100 KB where blocks are many, so that two fit an SM, and more where each has one of its own
-        k_slice, stages = min(512 if blocks <= PROCESSORS else 256, divisor), 3 if divisor >= 512 or blocks > PROCESSORS else 4
+        k_slice = min(512 if blocks <= PROCESSORS else 256, divisor)
+        stages = 3 if k_slice == 512 or blocks > PROCESSORS else 4
     splits = 1
     while kernel == "proj_residual" and splits < 4 and blocks * splits < PROCESSORS * 3 // 4:
         if not _splits_fit(width // k_slice, splits * 2):
