@@ -133,9 +133,9 @@ def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
     """Slices that divide a row, 64 rows a block, and for a projection splits where blocks leave SMs without work."""
     if itemsize == 1:
         tile = _batch_rule(kernel, n, width, 2)
-        return (
-            replace(tile, k_slice=min(2 * tile.k_slice, 256), warps=8) if kernel == "norm_gate_up" else replace(tile, stages=5)
-        )
+        if kernel == "norm_gate_up":  # eight warps need 64 rows of each
+            return replace(tile, rows=min(64, max(16, _floor_power(n))), k_slice=min(2 * tile.k_slice, 256), warps=8)
+        return replace(tile, stages=5)
     divisor = width & -width
     rows = min(64, max(16, _floor_power(n)))
     blocks = -(-n // rows)
