@@ -121,10 +121,11 @@ def find_model(name: str, revision: str | None = None, weights: bool = True, fet
         return _read_gguf(name, folder)
     if name and folder.exists():
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and the weights, or a .gguf file")
-    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or get_close_matches(name, ["demo"], cutoff=0.7):
+    local = name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
+    if not name or local or get_close_matches(name, ["demo"], cutoff=0.7):
         guess = "; did you mean demo?" if get_close_matches(name, ["demo"], cutoff=0.7) else ""
         raise CheckpointError(
-            f"{name!r} is no folder; give `demo`, a local folder or .gguf file, a hub id or `random:<shape>`{guess}"
+            f"{name!r} is no folder or file; give `demo`, a local folder or .gguf file, a hub id or `random:<shape>`{guess}"
         )
     return _from_hub(name, revision, weights, fetch)
 

@@ -76,7 +76,8 @@ def test_random_models_say_so(capsys):
 def test_a_folder_that_is_none_is_one_line_on_stderr():
     code, out, err = door("models", "./nothing")
     assert (code, out) == (1, "")
-    assert err == "error: './nothing' is no folder; give `demo`, a local folder or .gguf file, a hub id or `random:<shape>`\n"
+    forms = "`demo`, a local folder or .gguf file, a hub id or `random:<shape>`"
+    assert err == f"error: './nothing' is no folder or file; give {forms}\n"
 
 
 # python -m runtime

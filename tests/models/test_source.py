@@ -114,10 +114,10 @@ def test_sampling_values_are_taken_where_they_are_sound(tmp_path, wishes, taken)
 # Names
 
 
-@pytest.mark.parametrize("name", ["", "./nothing", "/nothing/here", "~/nothing-here", "a/b/c"])
-def test_a_name_that_can_only_be_a_folder_asks_no_network(name, monkeypatch):
+@pytest.mark.parametrize("name", ["", "./nothing", "/nothing/here", "~/nothing-here", "a/b/c", "nothing.gguf"])
+def test_a_name_that_can_only_be_a_path_asks_no_network(name, monkeypatch):
     monkeypatch.setattr("models.source._from_hub", lambda *_: pytest.fail("asked the hub"))
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is no folder or file"):
         find_model(name)
 
 
