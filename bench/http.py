@@ -165,12 +165,15 @@ async def play(options: HttpOptions) -> tuple[dict[str, Any], list[Answer], list
 async def _server(client: httpx.AsyncClient, options: HttpOptions) -> dict[str, Any]:
     try:
         listed = await client.get("models")
+        if listed.status_code == 401:
+            raise ConfigError(f"{options.url} asks for an API key; give its own with --api-key")
         listed.raise_for_status()
+        models = listed.json()["data"]
+        model = options.model or models[0]["id"]
         told = await client.get("runtime")
-    except httpx.HTTPError as error:
-        raise ConfigError(f"{options.url} does not answer as a server of OpenAI's API: {error}; check --url") from None
-    models = listed.json()["data"]
-    model = options.model or models[0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"{options.url} does not answer as a server of OpenAI's API: {reason}; check --url") from None
     room = next((each.get("max_model_len") for each in models if each["id"] == model), None)
     if room is not None and options.prompt_len + options.gen_len > room:
         raise ConfigError(

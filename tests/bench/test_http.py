@@ -115,6 +115,25 @@ def test_no_server_is_one_sentence(capsys):
         door(["http", "--url", "http://127.0.0.1:9", "--requests", "1"])
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (httpx.Response(401, json={"error": {}}), "^http://x asks for an API key; give its own with --api-key$"),
+        (httpx.Response(404, text="no"), "^http://x does not .* '404 Not Found' for url '[^']*'; check --url$"),
+        (httpx.Response(200, text="<html>"), "check --url"),
+        (httpx.Response(200, json={"data": []}), "check --url"),
+        (httpx.Response(200, json=[]), "check --url"),
+    ],
+)
+def test_another_kind_of_answer_is_one_sentence(answer, words):
+    async def told():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer), base_url="http://x/v1/") as client:
+            return await _server(client, SimpleNamespace(model=None, url="http://x", prompt_len=100, gen_len=10))
+
+    with pytest.raises(ConfigError, match=words):
+        asyncio.run(told())
+
+
 @pytest.mark.parametrize("room", [109, 110])
 def test_what_the_servers_context_cannot_hold_is_told_before_anything_is_sent(room):
     """Every request was refused, or with millions of ids the client ran out of memory."""
