@@ -15,7 +15,7 @@ from torch import Tensor
 from bench.steps import Play, WholeSteps, median, require_device
 from models.config import ModelConfig
 from runtime.ops.attention import attention_tile
-from runtime.ops.configs import Kernel, tile_for
+from runtime.ops.configs import Kernel, Tile, fits, tile_for
 from runtime.ops.fused import FusedOps
 from runtime.ops.tuned import TileKey, Tiles
 
@@ -95,7 +95,9 @@ def neighbours(tile: Any, key: TileKey) -> Iterator[Any]:
             moves = [value - 1, value + 1, value + 2]
         for move in moves:
             if isinstance(move, bool) or least.get(each.name, 1) <= move <= most.get(each.name, 1 << 30):
-                yield replace(tile, **{each.name: move})
+                found = replace(tile, **{each.name: move})
+                if not isinstance(found, Tile) or fits(found, key.out, key.width, single, key.itemsize):
+                    yield found
 
 
 def _try(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime.ops import Linear
 from runtime.ops._triton import tl, triton
-from runtime.ops.configs import Tile
+from runtime.ops.configs import Tile, splits_fit
 from runtime.ops.fp8 import Fp8
 
 TOKENS = 16
@@ -344,16 +344,17 @@ def inverse_rms(squares, eps, IN: tl.constexpr, SCALE: tl.constexpr):
 def operands(linear: Linear, tile: Tile, batch: int) -> tuple[tuple[Tensor, Tensor, Tensor | None], dict[str, Any]]:
     """A projection's weight, bias and scales as the kernels take them, and the constants that go with them. A kernel without
     scales (None, which is no argument of the compiled kernel) is that of dense weights."""
-    weight, shape = linear.weight, {"IN": linear.weight.shape[1], "HAS_BIAS": linear.bias is not None}
-    shape |= {"ROWS": tile.rows} | ({"AHEAD": tile.ahead} if batch == 1 else {})
+    weight, width = linear.weight, linear.weight.shape[1]
+    k_slice, group = tile.k_slice, weight.group if isinstance(weight, Fp8) else 0
+    if batch > 1 and group:  # within a group on either half of a row
+        k_slice = min(k_slice, 2 * group if width % (2 * group) == 0 else group)
+    assert batch == 1 or splits_fit(width // k_slice, tile.splits)  # a block without a slice would neither wait nor scale
+    shape = {"IN": width, "HAS_BIAS": linear.bias is not None, "ROWS": tile.rows, "GROUP": group, "K_SLICE": k_slice}
+    shape |= {"AHEAD": tile.ahead} if batch == 1 else {}
     if isinstance(weight, Tensor):
-        return (weight, linear.bias if linear.bias is not None else weight, None), shape | {"GROUP": 0, "K_SLICE": tile.k_slice}
+        return (weight, linear.bias if linear.bias is not None else weight, None), shape
     assert isinstance(weight, Fp8)
     codes = weight.codes.view(torch.float8_e4m3fn)
-    k_slice = tile.k_slice
-    if batch > 1 and weight.group:  # within a group on either half of a row
-        k_slice = min(k_slice, 2 * weight.group if weight.shape[1] % (2 * weight.group) == 0 else weight.group)
-    shape |= {"GROUP": weight.group, "K_SLICE": k_slice}
     return (codes, linear.bias if linear.bias is not None else weight.scales, weight.scales), shape
 
 

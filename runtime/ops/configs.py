@@ -131,12 +131,13 @@ def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int, pdl: bool) -
 
 def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
     """Slices that divide a row, 64 rows a block, and for a projection splits where blocks leave SMs without work."""
+    divisor = width & -width
     if itemsize == 1:
         tile = _batch_rule(kernel, n, width, 2)
         if kernel == "norm_gate_up":  # eight warps need 64 rows of each
-            return replace(tile, rows=min(64, max(16, _floor_power(n))), k_slice=min(2 * tile.k_slice, 256), warps=8)
+            rows = min(64, max(16, _floor_power(n)))
+            return replace(tile, rows=rows, k_slice=min(256, max(divisor, tile.k_slice)), warps=8)
         return replace(tile, stages=5)
-    divisor = width & -width
     rows = min(64, max(16, _floor_power(n)))
     blocks = -(-n // rows)
     if itemsize > 2:
@@ -153,13 +154,26 @@ def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
         stages = 3 if k_slice == 512 or blocks > PROCESSORS else 4
     splits = 1
     while kernel == "proj_residual" and splits < 4 and blocks * splits < PROCESSORS * 3 // 4:
-        if not _splits_fit(width // k_slice, splits * 2):
+        if not splits_fit(width // k_slice, splits * 2):
             break
         splits *= 2
     return Tile(rows, k_slice, 4, stages, splits)
 
 
-def _splits_fit(slices: int, splits: int) -> bool:
+def fits(tile: Tile, n: int, width: int, single: bool, itemsize: int) -> bool:
+    """Whether a tile is one for weights `[n, width]`, as its attributes say, and leaves no split without a slice."""
+    powers = (tile.rows, tile.k_slice, tile.warps)
+    if any(each & (each - 1) for each in powers) or min(*powers, tile.stages, tile.splits) < 1:
+        return False
+    if tile.rows > n or tile.k_slice > width:
+        return False
+    if single:
+        return tile.ahead > 0
+    least, most = (32, 512) if itemsize == 1 else (16, width)
+    return tile.rows >= 16 and least <= tile.k_slice <= most and splits_fit(width // tile.k_slice, tile.splits)
+
+
+def splits_fit(slices: int, splits: int) -> bool:
     """Whether each split gets at least one slice when all but the last take the same number."""
     return -(-slices // splits) * (splits - 1) < slices
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from platformdirs import user_cache_path
 
 from runtime.ops.attention import AttentionTile
-from runtime.ops.configs import Tile
+from runtime.ops.configs import Tile, fits
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,10 @@ def load_tuned(gpu_name: str, path: Path | None = None) -> Tiles:
     try:
         for name, fields in json.loads(path.read_bytes()).get(gpu_name, {}).items():
             kernel, rows, *sizes = name.split("/")
-            kind = AttentionTile if kernel == "attention" else Tile
-            found[TileKey(kernel, rows, *map(int, sizes))] = kind(**fields)
+            key = TileKey(kernel, rows, *map(int, sizes))
+            found[key] = tile = AttentionTile(**fields) if kernel == "attention" else Tile(**fields)
+            if isinstance(tile, Tile) and not fits(tile, key.out, key.width, key.rows == "single", key.itemsize):
+                raise ValueError(f"{name} cannot be cut by {tile}")
     except FileNotFoundError:
         pass
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -58,13 +60,13 @@ def load_tuned(gpu_name: str, path: Path | None = None) -> Tiles:
 
 
 def save_tuned(gpu_name: str, found: Tiles, path: Path | None = None) -> Path:
-    """Write tiles beside what the file holds of other GPUs and keys; the file's path."""
+    """Write tiles beside what the file holds of other GPUs and of other keys, if it can be read; the file's path."""
     path = path or tiles_path()
     try:
-        everything = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        everything = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
         everything = {}
-    mine = everything.get(gpu_name, {}) | {str(key): asdict(tile) for key, tile in found.items()}
+    mine = {str(key): asdict(tile) for key, tile in {**load_tuned(gpu_name, path), **found}.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(everything | {gpu_name: mine}, indent=1))

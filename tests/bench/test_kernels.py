@@ -1,5 +1,6 @@
 """`bench kernels` and its tuner: the table, the search over tiles on a made-up clock, the file it leaves."""
 
+import itertools
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -141,7 +142,7 @@ def test_what_a_kernel_does_not_use_is_not_tried(kernel, batch, moved):
     tile = configs.Tile(32, 64, 4, 2)
     found = {
         name
-        for each in tune.neighbours(tile, TileKey.of(kernel, batch, 64, 64, 2))
+        for each in tune.neighbours(tile, TileKey.of(kernel, batch, 64, 256, 2))
         for name in vars(tile)
         if vars(each)[name] != vars(tile)[name]
     }
@@ -162,11 +163,47 @@ def test_tiles_found_are_read_back_beside_those_of_other_gpus(tmp_path):
     assert load_tuned("NVIDIA L4", path) == {key: wide}
 
 
+def test_a_batchs_splits_all_keep_a_slice_and_fp8_slices_stay_within_512():
+    """A block without a slice waits for no kernel: the tuner would find it right by chance."""
+    key = TileKey.of("proj_residual", 8, 4096, 11008, 1)
+    assert configs.Tile(128, 512, 8, 3, 4) in tune.neighbours(configs.Tile(128, 256, 8, 3, 4), key)
+    assert configs.Tile(128, 512, 8, 3, 8) not in tune.neighbours(configs.Tile(128, 256, 8, 3, 8), key)
+    assert configs.Tile(64, 1024, 8, 3) not in tune.neighbours(configs.Tile(64, 512, 8, 3), key)
+
+
+def one_tile(name="proj_residual/batch/4096/11008/1", **fields):
+    fields = {"rows": 64, "k_slice": 512, "warps": 4, "stages": 3, "splits": 1, "ahead": 2} | fields
+    return json.dumps({"G": {name: fields}})
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"G": {"a/b": {}}}', json.dumps({"G": {"a/b/1/2/2": 3}}), json.dumps({"G": {"a/b/1/2": {}}})]
+    "text",
+    [
+        *("", "[]", "[1]", "3", '{"G": 3}', '{"G": {"a/b": {}}}'),
+        *(json.dumps({"G": {"a/b/1/2/2": 3}}), json.dumps({"G": {"a/b/1/2": {}}}), one_tile(held=1)),
+        *(one_tile(rows=8192), one_tile(k_slice=96), one_tile(k_slice=1024), one_tile(k_slice="512"), one_tile(warps=0)),
+        *(one_tile(splits=8), one_tile(splits=0), one_tile("norm_linear/single/4096/64/2", k_slice=128)),
+    ],
 )
-def test_a_damaged_file_of_tiles_is_told_and_passed_over(tmp_path, caplog, text):
+def test_a_damaged_file_of_tiles_is_told_passed_over_and_mended_by_the_next_run(tmp_path, caplog, text):
     path = tmp_path / "tiles.json"
     path.write_text(text)
     assert load_tuned("G", path) == {}
     assert "cannot be read" in caplog.text
+    found = {TileKey("norm_linear", "single", 12288, 4096, 2): configs.Tile(8, 1024, 4, 1)}
+    save_tuned("G", found, path)
+    assert load_tuned("G", path) == found
+
+
+WIDTHS = (32, 48, 64, 100, 128, 192, 200, 576, 896, 1536, 2176, 3584, 4864, 11008, 13824, 14336, 18944)
+
+
+@pytest.mark.parametrize("kernel", ["norm_linear", "proj_residual", "norm_gate_up"])
+@pytest.mark.parametrize("batch", [1, 2, 16])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_the_tile_of_any_shape_is_one_for_it(kernel, batch, itemsize):
+    for width in WIDTHS:
+        for n in (*WIDTHS, 17, 49152, 152064):
+            for blocks, pdl in itertools.product((False, itemsize == 1 and width % 128 == 0), (False, True)):
+                tile = configs.tile_for(kernel, n, width, batch, itemsize, blocks, pdl)
+                assert configs.fits(tile, n, width, batch == 1, itemsize), (n, width, tile)
