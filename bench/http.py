@@ -124,7 +124,7 @@ async def play(options: HttpOptions) -> tuple[dict[str, Any], list[Answer], list
     base = options.url.rstrip("/").removesuffix("/v1") + "/v1/"
     try:
         sound = 0 < (httpx.URL(base).port or 80) < 65536
-    except httpx.InvalidURL:
+    except (httpx.InvalidURL, UnicodeError):
         sound = False
     if not sound:
         raise ConfigError(f"--url {options.url!r} is no URL; give one such as http://127.0.0.1:8000")

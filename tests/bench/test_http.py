@@ -152,7 +152,7 @@ def test_what_the_servers_context_cannot_hold_is_told_before_anything_is_sent(ro
         assert asyncio.run(told())["model"] == "m"
 
 
-@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999"])
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:9/\udcff"])
 def test_what_is_no_url_is_one_sentence(url):
     with pytest.raises(ConfigError, match="is no URL"):
         door(["http", "--url", url, "--requests", "1"])
