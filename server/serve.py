@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep a connection in their pools: the server must not close one that a client is about to use."""
 MAX_HEADER_BYTES = 1 << 16
+MAX_PIPELINED = 16
+"""Requests of a connection that are read while another one of it runs; the rest wait in the network's buffers."""
 FRAMING = (b"content-length", b"transfer-encoding")
 """What says where a body ends."""
 LAST_WORDS_SECONDS = 1
@@ -77,6 +79,8 @@ class Protocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
+        if len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # uvicorn stops at the first that waits, and so would not hear of the client's end
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.pipeline.clear()

@@ -36,11 +36,16 @@ def test_fifty_clients_that_reset_their_connection_leave_nothing_behind(letters,
     assert first_token_seconds(letters) < 5 * alone + 0.1
 
 
-def test_pipelined_requests_of_a_client_that_resets_are_all_cancelled(letters, caplog):
-    """uvicorn tells a connection's newest request alone: the one that ran went on to its end, and each wrote a traceback."""
+@pytest.mark.parametrize("waits", [False, True])
+def test_pipelined_requests_of_a_client_that_resets_are_all_cancelled(letters, waits, caplog):
+    """uvicorn tells a connection's newest request alone: the one that ran went on to its end, and each wrote a traceback.
+    Where more came while one ran, it read no further, and the end was never heard."""
     with letters.send(TEXT, n=2, **ENDLESS) as sock:
+        if waits:
+            until(lambda: letters.engine.num_running == 2)
         sock.sendall(2 * raw_request(TEXT, json.dumps({**ENDLESS, "n": 2}).encode()))
         until(lambda: letters.engine.num_running == 2)
+        time.sleep(0.05)  # for the server to read them
     assert until(lambda: not letters.engine.has_work) < 1
     letters.settle()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
