@@ -26,6 +26,8 @@ KEEP_ALIVE_SECONDS = 75
 MAX_HEADER_BYTES = 1 << 16
 MAX_PIPELINED = 16
 """Requests of a connection that are read while another one of it runs; the rest wait in the network's buffers."""
+SEND_SECONDS = 60.0
+"""How long a client may leave a full connection unread before it counts as gone."""
 FRAMING = (b"content-length", b"transfer-encoding")
 """What says where a body ends."""
 LAST_WORDS_SECONDS = 1
@@ -53,10 +55,11 @@ class _Parser(HttpRequestParser):
 
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP with refusals in the API's form, an end to headers, bodies behind offers of another protocol, and
-    disconnects told to pipelined requests too."""
+    disconnects told to pipelined requests too, and no patience without end for clients that do not read."""
 
     _cycles: Sequence[Any] = ()
     _muted = False  # while a head that is known is read again
+    _patience: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -82,7 +85,21 @@ class Protocol(HttpToolsProtocol):
         if len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # uvicorn stops at the first that waits, and so would not hear of the client's end
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._patience = self.loop.call_later(SEND_SECONDS, self._give_up)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._patience is not None:
+            self._patience.cancel()
+
+    def _give_up(self) -> None:
+        log.info("a client has read nothing for %g s; its connection ends", SEND_SECONDS)
+        self.transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self.resume_writing()
         self.pipeline.clear()
         for cycle in self._cycles:  # uvicorn itself tells the newest alone, which may not be the one that runs
             if not cycle.response_complete:

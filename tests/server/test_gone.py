@@ -104,7 +104,7 @@ def test_a_client_that_goes_while_it_sends_its_body_is_no_error(letters, caplog)
 
 def test_a_client_that_never_reads_is_given_up(alphabet_model, monkeypatch):
     """What it does not read is kept nowhere without bound: the connection fills, and after a while it counts as gone."""
-    monkeypatch.setattr("server.reply.SEND_SECONDS", 0.3)
+    monkeypatch.setattr("server.serve.SEND_SECONDS", 0.3)
     with local_server(alphabet_model, send_buffer=4096, max_slots=1) as server:
         fields = dict(
             ENDLESS, stream=True, max_tokens=8000, stream_options={"include_usage": True, "continuous_usage_stats": True}

@@ -93,7 +93,9 @@ def decoded(q, s, at, k, v, splits=None):
     tile = AttentionTile(64, 64, 4, 3)
     scratch = AttentionScratch.make(len(q), s, DEVICE, replace(tile, blocks_per_sm=splits * s.kv_heads) if splits else tile)
     out = torch.empty(len(q), s.heads * s.head_dim, dtype=q.dtype, device=DEVICE)
-    return decode_attention(q, s, at, k, v, out, scratch, tile, interpreted=INTERPRETED)
+    decode_attention(q, s, at, k, v, out, scratch, tile, interpreted=INTERPRETED)
+    assert not scratch.counter.any()  # back at zero for the next launch
+    return out
 
 
 def attend(s, at, dtype, capacity=512, splits=None, slots=4, poison=True):
@@ -106,16 +108,17 @@ def attend(s, at, dtype, capacity=512, splits=None, slots=4, poison=True):
         for slot, position in zip(at.slots.tolist(), at.positions.tolist(), strict=True):
             k[slot, :, position + 1 :] = v[slot, :, position + 1 :] = float("nan")
     q = random(len(at.slots), s.heads, s.head_dim, dtype=dtype)
-    twin = attention_torch(q, s, at, k, v)
-    ours = [decoded(q, s, at, k, v, splits) for _ in range(2)]
-    assert torch.equal(ours[0], ours[1])  # the counters are back at zero, and the same launch gives the same bits
-    return ours[0], twin
+    twin, ours = attention_torch(q, s, at, k, v), decoded(q, s, at, k, v, splits)
+    if not INTERPRETED:  # where blocks come in any order
+        assert torch.equal(ours, decoded(q, s, at, k, v, splits))  # the same launch gives the same bits
+    return ours, twin
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_attention_is_its_twin_for_every_head_ratio_and_size(dtype, heads, kv_heads):
-    for head_dim in SIZES:
+    turn = (DTYPES.index(dtype) + HEADS.index((heads, kv_heads))) % len(SIZES)
+    for head_dim in SIZES[turn : turn + 1] if INTERPRETED else SIZES:  # the interpreter takes a second for each
         ours, twin = attend(spec(heads, kv_heads, head_dim), rows([2, 0], [200, 5]), dtype, capacity=256)
         close(ours, twin, scale=2)  # the probabilities are rounded to the dtype before they meet V
 
