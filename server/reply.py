@@ -25,6 +25,9 @@ from server.shapes import ChatEnvelope, CompletionEnvelope, Mark, Piece, Usage, 
 
 log = logging.getLogger(__name__)
 
+STAND_IN = "\0"
+"""A text to be replaced in an event's JSON."""
+
 JSON_HEADERS = [(b"content-type", b"application/json")]
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -45,6 +48,7 @@ class Reply:
     options: StreamOptions
     _began: float = 0.0  # seconds of time.monotonic, as all times here
     _started: set[int] = field(default_factory=set)  # choices that have shown something
+    _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # what stands before and behind a choice's text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the reply.
@@ -139,10 +143,10 @@ class Reply:
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         try:
             async for piece in self._pieces(call):
-                for chunk in self._chunks(piece):
-                    await _send_event(send, chunk)
+                for event in self._events(piece):
+                    await _send_event(send, event)
             if self.options.include_usage:
-                await _send_event(send, self.envelope.chunk([], usage=self._usage()))
+                await _send_event(send, encode({**self.envelope.chunk([]), "usage": self._usage()}))
         except ClientGoneError:
             raise
         except QuartetError as error:
@@ -153,16 +157,28 @@ class Reply:
             await _send_event(send, encode(error_object(INTERNAL)))
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    def _chunks(self, piece: Piece) -> list[bytes]:
+    def _events(self, piece: Piece) -> list[bytes]:
+        """A piece's events in JSON. Most differ in their text alone, and what stands around that is encoded once a choice."""
+        if piece.first or piece.finish is not None or piece.marks is not None or self.options.continuous_usage_stats:
+            return [encode(chunk) for chunk in self._chunks(piece)]
+        if piece.index not in self._around:
+            [chunk] = self._chunks(replace(piece, text=STAND_IN))
+            before, _, after = encode(chunk).rpartition(encode(STAND_IN))
+            self._around[piece.index] = before, after
+        before, after = self._around[piece.index]
+        return [before + encode(piece.text) + after]
+
+    def _chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """A piece's events: a token with its text; the length's end rides on it, a stop has an empty chunk of its own."""
         pieces = [piece]
         if piece.finish == "stop" and piece.text:
             end = replace(piece, text="", marks=None if piece.marks is None else [], first=False)
             pieces = [replace(piece, finish=None), end]
-        more: dict[str, Any] = {}
+        chunks = [self.envelope.chunk([self.envelope.delta(each)]) for each in pieces]
         if self.options.include_usage:
-            more["usage"] = self._usage() if self.options.continuous_usage_stats else None
-        return [self.envelope.chunk([self.envelope.delta(each)], **more) for each in pieces]
+            used = self._usage() if self.options.continuous_usage_stats else None
+            chunks = [{**chunk, "usage": used} for chunk in chunks]
+        return chunks
 
     def _tell(self, call: Call, unfinished: FinishReason) -> None:
         """The request's one line; `unfinished` says what became of answers without an end."""

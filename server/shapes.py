@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
 
 from runtime.request import FinishReason
-from server.errors import encode
 
 LEAST_LOGPROB = -9999.0
 """JSON has no -Infinity; so says vLLM."""
@@ -190,14 +188,9 @@ class Envelope:
         """A reply that is not streamed."""
         return {**self._head(self.object), "choices": choices, "usage": used}
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        """One event of a stream, in JSON."""
-        return self._opening + encode({"choices": choices, **more})[1:]
-
-    @cached_property
-    def _opening(self) -> bytes:
-        """How every event begins: encoded once, not for each token."""
-        return encode(self._head(self.chunk_object))[:-1] + b","
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One event of a stream."""
+        return {**self._head(self.chunk_object), "choices": choices}
 
     def _head(self, object: str) -> dict[str, Any]:
         return {"id": self.id_prefix + self.id, "object": object, "created": self.created, "model": self.model}

@@ -11,12 +11,15 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from tests.server.conftest import with_tok_b
 from tests.server.serving import CHAT, local_server, until
 
 STREAMS, TOKENS = 16, 400
+STEP_SECONDS = 0.004
+"""How long a step keeps the engine's thread waiting, as for a GPU, while the event loop's has the interpreter for itself."""
 CLIENT = """
 import socket, sys, json, selectors
 port, streams, path, tokens = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -42,7 +45,8 @@ print(events)
 def cost_us(model, profile=None):
     """Microseconds of the event loop's thread for each token of sixteen chats at once: its own, and in system calls."""
     with local_server(model, max_slots=STREAMS, max_len=512) as server:
-        used = {}
+        used, step = {}, server.engine.step
+        server.engine.step = lambda: time.sleep(STEP_SECONDS) or step()
 
         async def note(name):
             spent = resource.getrusage(resource.RUSAGE_THREAD)

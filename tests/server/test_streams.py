@@ -1,10 +1,15 @@
 """The form of an event stream and of a whole reply, as strict clients read them."""
 
+import json
 import socket
+from unittest.mock import Mock
 
 import pytest
 
+from server.reply import Reply
+from server.schema import StreamOptions
 from server.serve import Protocol
+from server.shapes import ChatEnvelope, CompletionEnvelope, Piece
 from tests.server.conftest import END, with_tok_b
 from tests.server.serving import CHAT, TEXT, counts, finishes_of, local_server, texts_of, until
 
@@ -26,6 +31,19 @@ def constant(events, object):
     heads = {(event["id"], event["object"], event["created"], event["model"]) for event in events}
     assert len(heads) == 1
     assert heads.pop()[1] == object
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize("envelope", [ChatEnvelope, CompletionEnvelope])
+def test_events_that_share_what_stands_around_their_text_are_those_encoded_whole(envelope, include_usage):
+    named = 'a "\0" model'
+    options = StreamOptions(include_usage=include_usage)
+    reply = Reply(Mock(), Mock(), Mock(), envelope("id", 7, named), streamed=True, options=options)
+    for index, text in [(0, "a"), (3, '"\\'), (0, "\0"), (3, "\u2028\U0001f600"), (0, '"\0"'), (0, " ")]:
+        piece = Piece(index, text, None, None, first=False)
+        [event] = reply._events(piece)
+        assert [json.loads(event)] == reply._chunks(piece)
+        assert event.isascii()
 
 
 def test_a_chats_events(talker):
