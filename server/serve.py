@@ -87,16 +87,21 @@ class Protocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._patience = self.loop.call_later(SEND_SECONDS, self._give_up)
+        self._await_reader(0)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._patience is not None:
             self._patience.cancel()
 
-    def _give_up(self) -> None:
-        log.info("a client has read nothing for %g s; its connection ends", SEND_SECONDS)
-        self.transport.abort()
+    def _await_reader(self, left_before: int) -> None:
+        """Let the connection end if as many bytes are left as SEND_SECONDS ago."""
+        left = self.transport.get_write_buffer_size()
+        if left == left_before:
+            log.info("a client has read nothing for %g s; its connection ends", SEND_SECONDS)
+            self.transport.abort()
+        else:
+            self._patience = self.loop.call_later(SEND_SECONDS, self._await_reader, left)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.resume_writing()

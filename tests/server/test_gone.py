@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+import socket
 import threading
 import time
 
@@ -110,11 +112,28 @@ def test_a_client_that_never_reads_is_given_up(alphabet_model, monkeypatch):
             ENDLESS, stream=True, max_tokens=8000, stream_options={"include_usage": True, "continuous_usage_stats": True}
         )
         with server.connect() as sock:
-            sock.setsockopt(1, 8, 4096)  # SO_RCVBUF
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.sendall(raw_request(TEXT, json.dumps(fields).encode()))
             until(lambda: server.engine.num_running == 1)
             server.settle()
             assert server.text("a", max_tokens=3) == "bcd"
+
+
+def test_a_client_that_reads_a_long_answer_slowly_is_not_given_up(alphabet_model, monkeypatch):
+    monkeypatch.setattr("server.serve.SEND_SECONDS", 1.5)
+    with local_server(alphabet_model, send_buffer=4096) as server, server.connect() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.sendall(raw_request(TEXT, json.dumps(dict(ENDLESS, n=8, max_tokens=400, logprobs=3)).encode()))
+        until(lambda: server.engine.num_running == 8)
+        until(lambda: not server.engine.has_work)
+        head, _, body = sock.recv(4096).partition(b"\r\n\r\n")
+        length = int(re.search(rb"content-length: (\d+)", head)[1])
+        assert length > 200_000  # more than the connection takes at once
+        start = time.monotonic()
+        while len(body) < length and (part := sock.recv(4096)):
+            body += part
+            time.sleep(0.1 if time.monotonic() - start < 3.2 else 0)
+    assert len(json.loads(body)["choices"]) == 8
 
 
 def test_a_slow_reader_gets_every_token_and_delays_nobody(letters):
