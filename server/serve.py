@@ -140,7 +140,8 @@ class Protocol(HttpToolsProtocol):
         told = f"{msg.rstrip('.')}; a body needs a Content-Length that is right, or chunks"
         body = encode(nested(told, "invalid_request_error", "bad_request"))
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[400] + head + body)
+        if not any(cycle.response_started and not cycle.response_complete for cycle in self._cycles):
+            self.transport.write(STATUS_LINE[400] + head + body)  # else it would stand in the middle of an answer
         self.transport.close()
 
 

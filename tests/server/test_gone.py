@@ -53,6 +53,19 @@ def test_pipelined_requests_of_a_client_that_resets_are_all_cancelled(letters, w
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+@pytest.mark.parametrize("broken", [b"GARBAGE\r\n\r\n", raw_request(TEXT, b'{"prompt"', "100")])
+def test_no_refusal_stands_in_the_middle_of_a_stream(letters, broken):
+    """What a client sent behind a request whose answer streamed, and was no request, was refused between two tokens."""
+    with letters.send(TEXT, stream=True, **ENDLESS) as sock:
+        read_until(sock, lambda data: b'"text":"A"' in data)
+        sock.sendall(broken)
+        sock.shutdown(socket.SHUT_WR)
+        rest = read_until(sock, lambda data: False)
+    assert b"HTTP/1.1" not in rest
+    assert b"[DONE]" not in rest
+    letters.settle()
+
+
 def first_token_seconds(server):
     """How long a client waits for its first token."""
     start = time.monotonic()
