@@ -3,6 +3,7 @@
 Does not own which ids end an answer (source) or stop texts (server). The tokenizer itself is Hugging Face's.
 """
 
+import codecs
 import json
 import logging
 import re
@@ -157,6 +158,12 @@ class Tokenizer:
         fallback = re.fullmatch("<0x([0-9A-F]{2})>", piece)
         return bytes.fromhex(fallback.group(1)) if fallback else piece.replace("\u2581", " ").encode()
 
+    def cuts(self, ids: Sequence[int]) -> bool:
+        """Whether ids end in the middle of a character; they may also end with a U+FFFD that is written out."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(map(self.spelling, ids)))
+        return decoder.getstate()[0] != b""
+
     def stream(self, prompt_ids: Sequence[int]) -> "Detokenizer":
         """The text of an answer to `prompt_ids`, as its ids arrive."""
         return Detokenizer(self, prompt_ids)
@@ -215,7 +222,9 @@ class Detokenizer:
             tail = list(prompt_ids)
         self._ids = tail  # what is decoded: ids whose text is out, then ids held
         self._told = len(tail)
-        self._told_text = tokenizer.decode(tail).rstrip(HALF)  # a character begun in the prompt is the answer's
+        self._told_text = tokenizer.decode(tail)
+        if self._told_text.endswith(HALF) and tokenizer.cuts(tail):
+            self._told_text = self._told_text.rstrip(HALF)  # a character begun in the prompt is the answer's
 
     def push(self, ids: Sequence[int]) -> str:
         """Take ids and return the text that is complete with them; it may be empty."""
@@ -230,7 +239,7 @@ class Detokenizer:
     def flush(self) -> str:
         """What is held when the answer ends; a character cut short is one U+FFFD."""
         text = self._tokenizer.decode(self._ids)
-        if text.endswith(HALF):
+        if text.endswith(HALF) and self._tokenizer.cuts(self._ids):
             text = text.rstrip(HALF) + HALF
         return self._tell(len(self._ids), text)
 

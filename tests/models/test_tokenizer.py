@@ -114,6 +114,14 @@ def test_a_character_the_model_wrote_as_a_replacement_character_is_kept(tmp_path
     assert "".join(stream(byte_level(tmp_path), [65], ids)) == "a\ufffdb"
 
 
+@pytest.mark.parametrize("make", [byte_level, sentence_pieces])
+def test_replacement_characters_at_the_end_of_prompt_or_answer_stay_where_they_are(tmp_path, make):
+    """One that ended a prompt stood in front of the answer too, and several that ended an answer became one."""
+    tokenizer = make(tmp_path)
+    ids = tokenizer.encode("a\ufffd\ufffd")
+    assert "".join(stream(tokenizer, ids, ids[-6:])) == "\ufffd\ufffd"
+
+
 def test_a_stream_ends_once(tmp_path):
     detokenizer = byte_level(tmp_path).stream([65])
     assert detokenizer.push([195]) == ""
