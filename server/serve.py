@@ -65,6 +65,19 @@ class Protocol(HttpToolsProtocol):
         super().__init__(*args, **more)
         self.parser = _Parser(self)
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait_for_request()
+
+    def _wait_for_request(self) -> None:
+        """uvicorn waits without end for a first request, and for the rest of a head."""
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
     def decline(self) -> HttpRequestParser:
         """Read on as if the head had offered nothing; what reads on."""
         framing = [b"%s: %s\r\n" % (name, value) for name, value in self.headers if name in FRAMING]

@@ -107,6 +107,15 @@ def test_a_client_that_goes_during_prefill_stops_it(alphabet_model):
         assert server.text("a", max_tokens=3) == "bcd"
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTT"])
+def test_a_client_that_sends_no_request_or_half_of_one_is_not_waited_for_without_end(alphabet_model, sent, monkeypatch):
+    """Its connection stayed open for ever: only behind an answer did the server's patience end."""
+    monkeypatch.setattr("server.serve.KEEP_ALIVE_SECONDS", 0.5)
+    with local_server(alphabet_model, max_len=32) as server, server.connect() as sock:
+        sock.sendall(sent)
+        assert read_until(sock, lambda data: False) == b""
+
+
 def test_a_client_that_goes_while_it_sends_its_body_is_no_error(letters, caplog):
     with caplog.at_level(logging.INFO):
         with letters.connect() as sock:
