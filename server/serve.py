@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from httptools import HttpParserUpgrade, HttpRequestParser
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from runtime.errors import ConfigError, QuartetError
 from server.dispatch import Dispatcher
@@ -94,6 +94,8 @@ class Protocol(HttpToolsProtocol):
         if self._muted:
             return
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _without_chunks(self.cycle)
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # uvicorn stops at the first that waits, and so would not hear of the client's end
@@ -156,6 +158,17 @@ class Protocol(HttpToolsProtocol):
         if not any(cycle.response_started and not cycle.response_complete for cycle in self._cycles):
             self.transport.write(STATUS_LINE[400] + head + body)  # else it would stand in the middle of an answer
         self.transport.close()
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> None:
+    """HTTP/1.0 knows no chunks, which uvicorn sends all the same: a body of unknown length ends with the connection."""
+    send = cycle.send
+
+    async def plain(message: Any) -> None:
+        cycle.chunked_encoding, cycle.expected_content_length = False, len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = plain  # type: ignore[method-assign]
 
 
 class _Server(uvicorn.Server):

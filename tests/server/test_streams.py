@@ -11,7 +11,18 @@ from server.schema import StreamOptions
 from server.serve import Protocol
 from server.shapes import ChatEnvelope, CompletionEnvelope, Piece
 from tests.server.conftest import END, with_tok_b
-from tests.server.serving import CHAT, TEXT, counts, finishes_of, local_server, texts_of, until
+from tests.server.serving import (
+    CHAT,
+    TEXT,
+    counts,
+    finishes_of,
+    local_server,
+    parse_events,
+    raw_request,
+    read_until,
+    texts_of,
+    until,
+)
 
 LINES = "\n\u2028!"
 SAY = dict(messages=[{"role": "user", "content": "a"}])
@@ -122,6 +133,16 @@ def test_headers_of_a_stream(letters):
     assert headers["cache-control"] == "no-cache"
     assert headers["x-accel-buffering"] == "no"
     assert headers["x-request-id"] == "my-id"
+
+
+def test_a_client_of_http_1_0_gets_no_chunks(letters):
+    """It cannot read them; their lengths stood between the events."""
+    body = json.dumps(dict(prompt="a", stream=True, max_tokens=3)).encode()
+    with letters.connect() as sock:
+        sock.sendall(raw_request(TEXT, body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, events = read_until(sock, lambda data: False).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert texts_of(parse_events(events)) == ["b", "c", "d"]
 
 
 def test_bytes_leave_at_once(letters, monkeypatch):
