@@ -159,10 +159,20 @@ class Tokenizer:
         return bytes.fromhex(fallback.group(1)) if fallback else piece.replace("\u2581", " ").encode()
 
     def cuts(self, ids: Sequence[int]) -> bool:
-        """Whether ids end in the middle of a character; they may also end with a U+FFFD that is written out."""
+        """Whether ids end in the middle of a character."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(b"".join(map(self.spelling, ids)))
         return decoder.getstate()[0] != b""
+
+    def decode_whole(self, ids: Sequence[int]) -> tuple[str, int]:
+        """Text of ids without a character that is only begun at their end, and how many ids come before that one's."""
+        text, end = self.decode(ids), len(ids)
+        if not text.endswith(HALF) or not self.cuts(ids):
+            return text, end  # a U+FFFD that is written out stays
+        while self.cuts(ids[:end]):
+            end -= 1
+        # Byte fallback makes junk of all bytes in a row for one that is; of other tokens the last may hold text, too.
+        return max(self.decode(ids[:end]), text.rstrip(HALF), key=len), end
 
     def stream(self, prompt_ids: Sequence[int]) -> "Detokenizer":
         """The text of an answer to `prompt_ids`, as its ids arrive."""
@@ -217,14 +227,14 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        tail = list(prompt_ids[-TAIL:])
+        start = max(len(prompt_ids) - TAIL, 0)
+        while 0 < start > len(prompt_ids) - TAIL - 3 and b"\x80" <= tokenizer.spelling(prompt_ids[start])[:1] < b"\xc0":
+            start -= 1  # to the beginning of a character: see decode_whole
+        tail = list(prompt_ids[start:])
         if not tokenizer.decode(tail):
             tail = list(prompt_ids)
         self._ids = tail  # what is decoded: ids whose text is out, then ids held
-        self._told = len(tail)
-        self._told_text = tokenizer.decode(tail)
-        if self._told_text.endswith(HALF) and tokenizer.cuts(tail):
-            self._told_text = self._told_text.rstrip(HALF)  # a character begun in the prompt is the answer's
+        self._told_text, self._told = tokenizer.decode_whole(tail)  # a character begun in the prompt is the answer's
 
     def push(self, ids: Sequence[int]) -> str:
         """Take ids and return the text that is complete with them; it may be empty."""
@@ -238,9 +248,9 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is held when the answer ends; a character cut short is one U+FFFD."""
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith(HALF) and self._tokenizer.cuts(self._ids):
-            text = text.rstrip(HALF) + HALF
+        text, _ = self._tokenizer.decode_whole(self._ids)
+        if self._tokenizer.cuts(self._ids):
+            text += HALF
         return self._tell(len(self._ids), text)
 
     def _tell_junk(self, text: str) -> str:

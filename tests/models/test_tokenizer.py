@@ -115,11 +115,23 @@ def test_a_character_the_model_wrote_as_a_replacement_character_is_kept(tmp_path
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_pieces])
+def test_characters_of_bytes_in_a_row_are_told_once_wherever_the_prompt_ends(tmp_path, make):
+    """Byte fallback makes junk of all bytes in a row where one is: behind a prompt whose last eight ids began in the middle of
+    a character stood junk, or the answer's first characters were lost."""
+    tokenizer = make(tmp_path)
+    ids = tokenizer.encode(f"a{CJK}{CJK}{PEPPER}{ACUTE}{CJK}{CJK}{CJK}a")
+    for end in range(2, len(ids)):
+        asked, _ = tokenizer.decode_whole(ids[:end])
+        assert asked + "".join(stream(tokenizer, ids[:end], ids[end:])) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_pieces])
 def test_replacement_characters_at_the_end_of_prompt_or_answer_stay_where_they_are(tmp_path, make):
     """One that ended a prompt stood in front of the answer too, and several that ended an answer became one."""
     tokenizer = make(tmp_path)
     ids = tokenizer.encode("a\ufffd\ufffd")
     assert "".join(stream(tokenizer, ids, ids[-6:])) == "\ufffd\ufffd"
+    assert "".join(stream(tokenizer, [*ids, ids[-3]], ids[-2:])) == "\ufffd"
 
 
 def test_a_stream_ends_once(tmp_path):
