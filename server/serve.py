@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep a connection in their pools: the server must not close one that a client is about to use."""
 MAX_HEADER_BYTES = 1 << 16
-MAX_PIPELINED = 16
-"""Requests of a connection that are read while another one of it runs; the rest wait in the network's buffers."""
+MAX_PIPELINED, MAX_PIPELINED_BYTES = 16, 8 << 20
+"""Requests of a connection that are read while another one of it runs, and bytes of their bodies; the rest waits in the
+network's buffers, and behind it the client's end."""
 SEND_SECONDS = 60.0
 """How long a client may leave a full connection unread before it counts as gone."""
 FRAMING = (b"content-length", b"transfer-encoding")
@@ -97,8 +98,17 @@ class Protocol(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             _without_chunks(self.cycle)
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
-        if len(self.pipeline) <= MAX_PIPELINED:
-            self.flow.resume_reading()  # uvicorn stops at the first that waits, and so would not hear of the client's end
+        self._read_on()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """uvicorn stops at the first request that waits, and so would not hear of the client's end."""
+        waiting = [cycle for cycle, _ in self.pipeline]
+        if waiting and len(waiting) <= MAX_PIPELINED and sum(len(cycle.body) for cycle in waiting) <= MAX_PIPELINED_BYTES:
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -38,14 +38,14 @@ def test_fifty_clients_that_reset_their_connection_leave_nothing_behind(letters,
     assert first_token_seconds(letters) < 5 * alone + 0.1
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_pipelined_requests_of_a_client_that_resets_are_all_cancelled(letters, waits, caplog):
+@pytest.mark.parametrize(("waits", "size"), [(False, 0), (True, 0), (True, 1 << 20)])
+def test_pipelined_requests_of_a_client_that_resets_are_all_cancelled(letters, waits, size, caplog):
     """uvicorn tells a connection's newest request alone: the one that ran went on to its end, and each wrote a traceback.
     Where more came while one ran, it read no further, and the end was never heard."""
     with letters.send(TEXT, n=2, **ENDLESS) as sock:
         if waits:
             until(lambda: letters.engine.num_running == 2)
-        sock.sendall(2 * raw_request(TEXT, json.dumps({**ENDLESS, "n": 2}).encode()))
+        sock.sendall(2 * raw_request(TEXT, json.dumps({**ENDLESS, "n": 2, "user": "x" * size}).encode()))
         until(lambda: letters.engine.num_running == 2)
         time.sleep(0.05)  # for the server to read them
     assert until(lambda: not letters.engine.has_work) < 1
