@@ -31,6 +31,9 @@ TEMPLATE_SECONDS = 2.0
 TAIL = 8
 """Prompt ids decoded in front of an answer, so that its first token keeps its space."""
 
+ROW = 64
+"""Ids without text that are kept as context: they are decoded again with every token, and may fill a whole context."""
+
 FAILURES = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 """What the code of a template may raise besides its own errors."""
 
@@ -232,7 +235,7 @@ class Detokenizer:
             start -= 1  # to the beginning of a character: see decode_whole
         tail = list(prompt_ids[start:])
         if not tokenizer.decode(tail):
-            tail = list(prompt_ids)
+            tail = list(prompt_ids[-ROW:])
         self._ids = tail  # what is decoded: ids whose text is out, then ids held
         self._told_text, self._told = tokenizer.decode_whole(tail)  # a character begun in the prompt is the answer's
 
@@ -268,8 +271,8 @@ class Detokenizer:
             # The ids told now stay as the context of the next; all before them are no longer needed.
             self._ids, self._told = self._ids[self._told :], end - self._told
             self._told_text = self._tokenizer.decode(self._ids[: self._told])
-        elif self._told_text:
-            del self._ids[self._told : end]  # without text they are no context either, and a row of them may be long
+        elif self._told_text or end > 2 * ROW:
+            del self._ids[self._told : end]  # without text they are no context either
         return new
 
 

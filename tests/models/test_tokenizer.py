@@ -88,6 +88,15 @@ def test_a_long_row_of_special_tokens_does_not_hide_the_text_before(tmp_path):
     assert "".join(stream(tokenizer, [1, 263, *[2] * 20], [264])) == " b"
 
 
+def test_a_row_of_special_tokens_costs_the_same_however_long(tmp_path, monkeypatch):
+    """All of a prompt without text, and all of an answer without, was decoded again with each token, on the event loop."""
+    tokenizer, sizes = sentence_pieces(tmp_path), []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, *how: sizes.append(len(ids)) or decode(ids, *how))
+    assert "".join(stream(tokenizer, [1] * 500, [2] * 500 + [263, 264])) == "a b"
+    assert max(sizes) < 200
+
+
 def test_a_character_begun_in_the_prompt_belongs_to_the_answer(tmp_path):
     first, *rest = CJK.encode()
     assert "".join(stream(byte_level(tmp_path), [65, first], rest)) == CJK
