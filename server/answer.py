@@ -76,25 +76,26 @@ class StopMatcher:
 
 
 class _Pattern:
-    """Knuth, Morris and Pratt's automaton of one stop string: a step a character, however long or repetitive the string."""
+    """Knuth, Morris and Pratt's automaton of one stop string: a step a character, however long or repetitive the string. It is
+    built as far as it was matched: most are never met, and a request may bring megabytes."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0  # characters of `stop` that the text ends with now
-        self._border = [0] * len(stop)  # length of the longest proper prefix of stop[: i + 1] that is also its suffix
-        k = 0
-        for i in range(1, len(stop)):
-            while k and stop[i] != stop[k]:
-                k = self._border[k - 1]
-            k += stop[i] == stop[k]
-            self._border[i] = k
+        self._border = [0]  # length of the longest proper prefix of stop[: i + 1] that is also its suffix
 
     def advance(self, char: str) -> bool:
         """Take one character; whether the stop is complete with it."""
-        while self.matched and self.stop[self.matched] != char:
-            self.matched = self._border[self.matched - 1]
-        self.matched += self.stop[self.matched] == char
+        self.matched = self._longer(self.matched, char)
+        if self.matched > len(self._border):
+            self._border.append(self._longer(self._border[-1], char))
         return self.matched == len(self.stop)
+
+    def _longer(self, matched: int, char: str) -> int:
+        """How much of the stop a text ends with that ended with `matched` characters of it, behind one more."""
+        while matched and self.stop[matched] != char:
+            matched = self._border[matched - 1]
+        return matched + (self.stop[matched] == char)
 
 
 @dataclass(eq=False)

@@ -72,3 +72,10 @@ def test_a_long_repetitive_stop_costs_a_step_a_character():
         matcher.push("a" * 1000)
     assert matcher.push("b") == ""
     assert matcher.found
+
+
+def test_of_a_long_stop_only_what_was_met_is_looked_at():
+    """Sixteen of 400,000 characters in one request held up the event loop for forty seconds."""
+    matcher = StopMatcher(["ab" * 200_000])
+    assert matcher.push("xabab") == "x"
+    assert len(matcher._patterns[0]._border) == 4
