@@ -132,13 +132,11 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
 
     Query t stands at position S' - T + t; SDPA's own is_causal would put query 0 at position 0.
     """
-    from torch.nn.attention.bias import causal_lower_right  # brings in torch._dynamo, seconds; load_engine does it early
-
     length, total = len(q), k.shape[1]
     heads = q.transpose(0, 1)[None]  # [1, H, T, D]
     if window is None or total <= window:
-        bias = causal_lower_right(length, total)
-        out = F.scaled_dot_product_attention(heads, k[None], v[None], attn_mask=bias, enable_gqa=True)
+        mask = _causal(length, total, q.device)
+        out = F.scaled_dot_product_attention(heads, k[None], v[None], attn_mask=mask, enable_gqa=True)
     else:
         first = max(0, total - length - window + 1)  # no query sees an earlier key
         query = torch.arange(total - length, total, device=q.device)[:, None]
@@ -149,6 +147,15 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Te
         k, v = (t[None, :, first:].repeat_interleave(groups, dim=1) for t in (k, v))
         out = F.scaled_dot_product_attention(heads, k, v, attn_mask=mask)
     return out[0].transpose(0, 1).reshape(length, -1)
+
+
+def _causal(length: int, total: int, device: torch.device) -> Tensor:
+    """The mask of the last `length` of `total` positions, on a GPU in the form that flash attention takes."""
+    if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # brings in torch._dynamo, seconds; load_engine does it early
+
+        return causal_lower_right(length, total)
+    return torch.ones(length, total, dtype=torch.bool, device=device).tril(total - length)
 
 
 def _layer(config: ModelConfig, weights: Mapping[str, Any], prefix: str, cos: Tensor, sin: Tensor, window: int | None) -> Layer:

@@ -147,7 +147,8 @@ def load_engine(
     settled = replace(settled, max_len=max_len, max_slots=slots)
     if tokenizer is None and not ids_only:
         tokenizer = load_tokenizer(source)
-    importlib.import_module("torch.nn.attention.bias")  # takes seconds, which the first prompt should not wait for
+    if device.type == "cuda":  # prefill's mask there takes seconds to import, which the first prompt should not wait for
+        importlib.import_module("torch.nn.attention.bias")
     start = time.perf_counter()
     decoder = load_model(source, device, dtype, max_len, progress, weights)
     if device.type == "cuda":
