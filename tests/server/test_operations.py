@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 import re
-import time
 
 import jsonschema_rs
 import pytest
@@ -15,7 +14,7 @@ from server.logs import _Json, request_id, tell
 from server.metrics import Metrics
 from server.openapi import ENDPOINTS
 from tests.server.conftest import with_tok_b
-from tests.server.serving import CHAT, TEXT, local_server, read_until, until
+from tests.server.serving import CHAT, TEXT, local_server, read_until, slow_steps, until
 from tests.server.test_gone import ENDLESS
 
 
@@ -58,10 +57,9 @@ class TestMetrics:
         assert figure(watched, "inter_token_latency_seconds_bucket", le="0.0002") >= 0
         assert figure(watched, "request_success_total", finished_reason="length") >= 1
 
-    def test_gauges_follow_what_runs(self, watched, monkeypatch):
-        step = watched.engine.step
-        monkeypatch.setattr(watched.engine, "step", lambda: time.sleep(0.005) or step())  # no answer ends while it is looked at
-        with watched.send(TEXT, prompt="A" * 100, stream=True, n=3, max_tokens=400, ignore_eos=True) as sock:
+    def test_gauges_follow_what_runs(self, watched):
+        ask = dict(prompt="A" * 100, stream=True, n=3, max_tokens=400, ignore_eos=True)
+        with slow_steps(watched.engine, 0.05), watched.send(TEXT, **ask) as sock:
             read_until(sock, lambda data: b'"text"' in data)
             assert (figure(watched, "num_requests_running"), figure(watched, "num_requests_waiting")) == (2, 1)
             assert 200 / 1024 < figure(watched, "kv_cache_usage_perc") <= 1
@@ -196,12 +194,12 @@ class TestLogs:
 
 def test_running_streams_wait_for_one_chunk_at_most(alphabet_model):
     """Between two tokens of a stream at most one chunk of somebody's prompt is computed, however many prompts wait."""
-    with local_server(alphabet_model, max_slots=4, prefill_chunk=16, max_len=512) as server:
+    with local_server(alphabet_model, max_slots=4, prefill_chunk=16) as server, slow_steps(server.engine, 0.002):
         played = []
         prefill, decode = server.engine.model.prefill, server.engine._decode
         server.engine.model.prefill = lambda ids, *rest: played.append(len(ids)) or prefill(ids, *rest)
         server.engine._decode = lambda rows: played.append(0) or decode(rows)
-        with server.send(TEXT, stream=True, **dict(ENDLESS, max_tokens=400)) as stream:
+        with server.send(TEXT, stream=True, **ENDLESS) as stream:
             read_until(stream, lambda data: data.count(b'"text"') >= 3)
             played.clear()
             others = [server.send(TEXT, prompt=[97 + i] * 100, max_tokens=1) for i in range(12)]

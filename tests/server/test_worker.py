@@ -12,7 +12,7 @@ from server.dispatch import Dispatcher
 from server.errors import STATUSES, ClientGoneError, status_of
 from server.worker import Cancel, Report, Shutdown
 from tests import checkpoints
-from tests.server.serving import TEXT, local_server, parse_events, read_until, until
+from tests.server.serving import DEADLINE, TEXT, local_server, parse_events, read_until, slow_steps, until
 from tests.server.test_gone import ENDLESS
 
 
@@ -94,17 +94,17 @@ def test_a_server_is_not_ready_before_its_engine_says_so(letters):
 
 
 def test_draining_refuses_new_requests_and_finishes_the_old(alphabet_model):
-    with (
-        local_server(alphabet_model, max_slots=1) as server,
-        server.send(TEXT, prompt="A", max_tokens=300, stream=True) as sock,
-    ):
-        until(lambda: server.engine.num_running == 1)
-        server.on_loop(server.service.dispatcher.drain(10))
-        until(lambda: server.service.dispatcher.state == "draining")
-        for response in (server.http.get("/health"), server.http.post(TEXT, json={"prompt": "a"})):
-            assert response.status_code == 503
-            assert response.headers["retry-after"]
-        data = read_until(sock, lambda data: b"[DONE]" in data)
+    with local_server(alphabet_model, max_slots=1) as server:
+        with slow_steps(server.engine, 0.1):
+            sock = server.send(TEXT, prompt="A", max_tokens=300, stream=True)
+            until(lambda: server.engine.num_running == 1)
+            server.on_loop(server.service.dispatcher.drain(DEADLINE))
+            until(lambda: server.service.dispatcher.state == "draining")
+            for response in (server.http.get("/health"), server.http.post(TEXT, json={"prompt": "a"})):
+                assert response.status_code == 503
+                assert response.headers["retry-after"]
+        with sock:
+            data = read_until(sock, lambda data: b"[DONE]" in data)
         assert data.count(b'"text":"A"') == 300
 
 
