@@ -133,14 +133,14 @@ def test_the_limit_is_a_setting(alphabet_model):
 
 
 def test_thousands_of_wrong_messages_make_one_short_complaint(letters):
-    start = time.monotonic()
+    start = time.process_time()
     assert letters.refusal(CHAT, messages=[5] * 5000)[0] == 400
     assert letters.refusal(CHAT, messages=[{"role": "user", "content": 5}] * 5000)[0] == 400
     assert letters.refusal(CHAT, messages=[{"role": "x" * 5000, "content": "a"}])[0] == 400
     assert letters.refusal(TEXT, content=json.dumps({"prompt": ["a", 1] * 500_000}).encode())[0] == 400
     assert letters.refusal(TEXT, content=json.dumps({"prompt": ["a"] * 1_000_000}).encode())[0] == 400
     assert letters.refusal(TEXT, content=json.dumps({"prompt": "a", "stop": [1] * 500_000}).encode())[0] == 400
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 20  # thirty times what it takes
 
 
 @pytest.mark.parametrize("name", ["nope", "", "TEST"])
