@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.server.conftest import alphabet, with_tok_b
+from tests.server.processes import Process, server_process
 from tests.server.serving import (
     CHAT,
     RUNTIME,
     TEXT,
-    Process,
     parse_events,
     raw_request,
     read_until,
-    server_process,
     strict,
     until,
 )

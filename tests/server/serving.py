@@ -1,13 +1,8 @@
-"""Runs servers for tests: in this process on a thread, so that a test can look at the engine, or as a process of their own."""
+"""Runs servers for tests in this process, on a thread, so that a test can look at the engine; and talks to any server."""
 
 import asyncio
 import json
-import os
-import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -156,11 +151,11 @@ def read_until(sock: socket.socket, found: Any) -> bytes:
     return data
 
 
-def until(condition: Any) -> None:
+def until(condition: Any, seconds: float = DEADLINE) -> None:
     """Wait for a condition."""
     start = time.monotonic()
     while not condition():
-        assert time.monotonic() - start < DEADLINE, "it did not happen in time"
+        assert time.monotonic() - start < seconds, "it did not happen in time"
         time.sleep(0.002)
 
 
@@ -218,60 +213,3 @@ def local_server(
         finally:
             server.should_exit = True
             thread.join()
-
-
-@dataclass
-class Process(Client):
-    """A server as a process of its own."""
-
-    popen: subprocess.Popen[str]
-    output: list[str]
-
-    def stop(self, seconds: float = DEADLINE) -> int:
-        """Ask it to end; its exit code."""
-        self.popen.send_signal(signal.SIGTERM)
-        return self.popen.wait(seconds)
-
-
-def start_server(model: Path | str, *flags: str, prelude: str | None = None) -> subprocess.Popen[str]:
-    """`python -m server` on a free port, stdout and stderr in one pipe; `prelude` is Python to run before it."""
-    start = ["-m", "server"] if prelude is None else ["-c", prelude + "from server.__main__ import main; main()"]
-    command = [sys.executable, *start, "--model", str(model), "--device", "cpu", "--port", "0", *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
-
-
-@contextmanager
-def server_process(model: Path | str, *flags: str, prelude: str | None = None) -> Iterator[Process]:
-    """A started server process, ended behind the `with` if it still runs."""
-    popen = start_server(model, *flags, prelude=prelude)
-    output: list[str] = []
-    ready = threading.Event()
-
-    def read() -> None:
-        assert popen.stdout is not None
-        for line in popen.stdout:
-            output.append(line)
-            if "Serving" in line:
-                ready.set()
-        ready.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        assert ready.wait(2 * DEADLINE)
-        port = re.search(r"on http://127\.0\.0\.1:(\d+)", "".join(output))
-        assert port, "".join(output)
-        process = Process(int(port.group(1)), popen, output)
-        with process.http:
-            until(lambda: process.http.get("/health").status_code == 200)
-            yield process
-    finally:
-        if popen.poll() is None:
-            popen.kill()
-        popen.wait()
-        reader.join()
-        popen.stdout.close()
-
-
-ROOT = Path(__file__).parent.parent.parent

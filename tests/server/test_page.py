@@ -12,7 +12,8 @@ from server.__main__ import parser, settings
 from server.page import TYPES
 from tests import checkpoints
 from tests.server.conftest import alphabet
-from tests.server.serving import DEADLINE, local_server, server_process, until
+from tests.server.processes import SLOW, server_process
+from tests.server.serving import DEADLINE, local_server, until
 from tests.server.test_runtime import play_every_mode
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -351,8 +352,8 @@ def test_the_race_fills_its_table_and_returns_to_the_mode_it_found(visit, four):
 
 @pytest.mark.browser
 class TestTroubles:
-    def test_a_server_that_is_lost_in_the_middle_of_an_answer_is_told(self, visit, words):
-        with server_process(words) as server:
+    def test_a_server_that_is_lost_in_the_middle_of_an_answer_is_told(self, visit, words, fork_server):
+        with server_process(words, start=fork_server, prelude=SLOW) as server:
             page = visit(server)
             ask(page, "A")
             expect(answer(page)).to_contain_text("AAAA")
