@@ -30,8 +30,15 @@ class Printed:
 
 
 @pytest.fixture
-def bench(capsys):
-    """Run a subcommand of `python -m bench` in this process, on the CPU wherever the tests run."""
+def bench(capsys, monkeypatch):
+    """Run a subcommand of `python -m bench` in this process, on the CPU wherever the tests run.
+
+    What makes figures worth telling and takes most of the time is less: bytes read for the ceiling, resamples of an interval,
+    collections before a pass.
+    """
+    monkeypatch.setattr("bench.ceiling.CPU_BYTES", 1 << 26)
+    monkeypatch.setattr("bench.samples.RESAMPLES", 50)
+    monkeypatch.setattr("gc.collect", lambda *_: 0)
 
     def run(*words):
         capsys.readouterr()
