@@ -31,7 +31,7 @@ def alphabet(tmp_path):
 def door(*arguments, stdin=""):
     """Run a door in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", *arguments], input=stdin, capture_output=True, text=True, timeout=280, check=False
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -272,7 +272,7 @@ def test_a_models_folder_where_the_user_stands_is_not_taken_for_ours(tmp_path, a
     (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not ours')")
     environment = {**os.environ, "PYTHONPATH": str(Path(terminal.__file__).parent.parent)}
     command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.stderr.startswith(said)
 
 

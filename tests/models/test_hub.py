@@ -51,7 +51,7 @@ def place(tmp_path):
                 command,
                 capture_output=True,
                 text=True,
-                timeout=200,
+                timeout=280,
                 check=False,
                 env={**os.environ, **known},
             )

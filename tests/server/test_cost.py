@@ -56,7 +56,7 @@ def cost_us(model, profile=None):
 
         command = [sys.executable, "-c", CLIENT, str(server.port), str(STREAMS), CHAT, str(TOKENS)]
         asyncio.run_coroutine_threadsafe(note("before"), server.loop).result()
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=280)
         asyncio.run_coroutine_threadsafe(note("after"), server.loop).result()
         until(lambda: not server.engine.has_work)
     assert int(done.stdout) == STREAMS * (TOKENS + 1)
