@@ -74,8 +74,7 @@ def run(options: LatencyOptions) -> int:
     require_folder(options.plot, "--plot")
     if options.plot is not None and options.plot.suffix.lower() != ".png":
         raise ConfigError(f"--plot {options.plot}: the picture is a PNG; give a name that ends in .png")
-    source = find_model(options.model, options.revision, weights=not options.random_weights)
-    source = source.with_random_weights() if options.random_weights else source
+    source = find_model(options.model, options.revision, random_weights=options.random_weights)
     device = torch.device(resolve(options.wishes[0], source.config.dtype)[0].device)
     for wanted, flag in ((options.ladder, "--ladder"), (options.start, "--start")):
         if wanted and device.type != "cuda":

@@ -12,7 +12,7 @@ import torch
 
 from bench.contenders import random_ids
 from bench.steps import back_to_back_us
-from models import load_engine
+from models import find_model, load_engine
 from runtime.__main__ import run_door
 from runtime.config import EngineConfig
 from runtime.engine import Engine
@@ -53,7 +53,7 @@ def main(name: str) -> None:
     if not torch.cuda.is_available():
         raise ConfigError("graphs need a CUDA device and torch finds none")
     config = EngineConfig("cuda", graph="on", max_slots=max(BATCHES), prefix_reuse=False)
-    engine = load_engine(name, config, needed_len=CONTEXT + 3 * STEPS).engine
+    engine = load_engine(find_model(name), config, needed_len=CONTEXT + 3 * STEPS).engine
     gc.collect()
     gc.freeze()
     for batch in BATCHES:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from models import Loaded, ModelSource, load_engine
+from models import Loaded, ModelSource, find_model, load_engine, load_tokenizer
 from runtime.config import EngineConfig
 from runtime.device import describe, resolve
 from runtime.errors import ConfigError
@@ -49,7 +49,7 @@ def load(source: ModelSource, wishes: Sequence[EngineConfig], needed: int) -> tu
     if limit is not None and needed > limit:
         raise ConfigError(f"{needed} positions are needed and {source.label} has {limit}; ask for fewer")
     settled = [resolve(wish, source.config.dtype)[0] for wish in wishes]
-    loaded = load_engine(source, wishes[0], needed_len=max(needed, 2), prepare=False, ids_only=True)
+    loaded = load_engine(source, wishes[0], needed_len=max(needed, 2), prepare=False)
     return loaded, list(dict.fromkeys((each.ops, "off" if each.graph == "off" else "on") for each in settled))
 
 
@@ -151,7 +151,8 @@ def start_costs(model: str, revision: str | None, random_weights: bool, config: 
 def ready(model: str, revision: str | None, random_weights: bool, config: dict[str, Any]) -> None:
     """Start as a door does and print the seconds; for the process that `start_costs` spawns."""
     spawned = psutil.Process().create_time()
-    loaded = load_engine(model, EngineConfig(**config), revision, random_weights, progress=False, prepare=False)
+    source = find_model(model, revision, random_weights=random_weights)
+    loaded = load_engine(source, EngineConfig(**config), prepare=False, tokenizer=load_tokenizer(source))
     prepared = loaded.engine.prepare()
     print(
         json.dumps({"ready_seconds": time.time() - spawned, "load_seconds": loaded.load_seconds, **asdict(prepared)}),

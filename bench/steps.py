@@ -53,8 +53,9 @@ class StepsOptions:
 
     def load(self) -> Loaded:
         """The model with slots and positions for steps of every batch; nothing is compiled or captured yet."""
-        needed, wish = self.context + ROOM, EngineConfig(max_slots=max(self.batch), **self.config)
-        return load_engine(self.model, wish, self.revision, self.random_weights, needed, prepare=False, ids_only=True)
+        wish = EngineConfig(max_slots=max(self.batch), **self.config)
+        source = find_model(self.model, self.revision, random_weights=self.random_weights)
+        return load_engine(source, wish, self.context + ROOM, prepare=False)
 
 
 class WholeSteps:

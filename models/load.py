@@ -19,7 +19,7 @@ from models.gguf_tokenizer import save_tokenizer
 from models.layout import allocate, pieces
 from models.quantized import allocate_lowbit, settle_weights
 from models.random_weights import fill_randomly
-from models.source import ModelSource, find_model
+from models.source import ModelSource
 from models.tokenizer import Tokenizer
 from models.weights import WeightFiles
 from runtime.config import EngineConfig
@@ -51,14 +51,7 @@ class Loaded:
     weight_bytes: int
 
 
-def load_model(
-    source: ModelSource,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_len: int,
-    progress: bool = True,
-    weights: str = "bf16",
-) -> Decoder:
+def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, max_len: int, weights: str = "bf16") -> Decoder:
     """The decoder on its device with weights read or made there, the projections dense ("bf16"), in "fp8" or in "int4", and
     rotary tables for `max_len` positions.
 
@@ -76,7 +69,7 @@ def load_model(
         dict(allocate(table, device, dtype)) if weights == "bf16" else allocate_lowbit(table, weights, stored, device, dtype)
     )
     total = sum(target.nbytes for target in targets.values())
-    with _bar(f"{'loading' if files else 'making'} {source.label}", total, progress) as advance:
+    with _bar(f"{'loading' if files else 'making'} {source.label}", total) as advance:
         if files is None:
             fill_randomly(targets, table, advance)
         else:
@@ -94,32 +87,22 @@ def load_tokenizer(source: ModelSource, chat_template: str | None = None) -> Tok
 
 
 def load_engine(
-    model: str | ModelSource,
+    source: ModelSource,
     config: EngineConfig,
-    revision: str | None = None,
-    random_weights: bool = False,
     needed_len: int | None = None,
-    progress: bool = True,
     prepare: bool = True,
     tokenizer: Tokenizer | None = None,
-    ids_only: bool = False,
 ) -> Loaded:
-    """Find a model, settle the config on this machine, load it and build its engine.
+    """Settle the config on this machine, load a model that was found and build its engine.
 
     Args:
-        model: MODEL, see `find_model`, or what was found.
-        random_weights: the model's shapes with random weights.
-        prepare: compile kernels and capture graphs now; else the caller plays `Engine.prepare` before the first request.
-        tokenizer: the model's, where it is loaded already.
-        ids_only: load no tokenizer; the model may have none.
         needed_len: positions the command needs; the capacity where config.max_len is None, the least it may be otherwise.
+        prepare: compile kernels and capture graphs now; else the caller plays `Engine.prepare` before the first request.
+        tokenizer: the model's, to be handed on; None where ids are all that is played.
 
     Raises:
-        QuartetError: as `find_model`, `resolve`, `fit_max_len`, `load_tokenizer` and `load_model`, in this order.
+        QuartetError: as `resolve`, `fit_max_len` and `load_model`, in this order.
     """
-    source = find_model(model, revision, weights=not random_weights) if isinstance(model, str) else model
-    if random_weights:
-        source = source.with_random_weights()
     if config.max_len is not None and needed_len is not None and needed_len > config.max_len:
         raise ConfigError(f"{needed_len} positions are needed and max_len is {config.max_len}; raise --max-len")
     settled, choices = resolve(config, source.config.dtype)
@@ -145,12 +128,10 @@ def load_engine(
         free,
     )
     settled = replace(settled, max_len=max_len, max_slots=slots)
-    if tokenizer is None and not ids_only:
-        tokenizer = load_tokenizer(source)
     if device.type == "cuda":  # prefill's mask there takes seconds to import, which the first prompt should not wait for
         importlib.import_module("torch.nn.attention.bias")
     start = time.perf_counter()
-    decoder = load_model(source, device, dtype, max_len, progress, weights)
+    decoder = load_model(source, device, dtype, max_len, weights)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds, size = time.perf_counter() - start, decoder.weight_bytes
@@ -174,9 +155,9 @@ def load_engine(
 
 
 @contextmanager
-def _bar(title: str, total: int, wanted: bool) -> Iterator[Callable[[int], None]]:
+def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on stderr, where that is a terminal; yields what to call with the bytes done."""
-    with tqdm(total=total, desc=title, unit="B", unit_scale=True, leave=False, disable=None if wanted else True) as bar:
-        if wanted and bar.disable and total > QUIET_BYTES:
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        if bar.disable and total > QUIET_BYTES:
             print(f"{title}, {total / 1e9:.1f} GB ...", file=sys.stderr, flush=True)
         yield bar.update

@@ -10,11 +10,11 @@ from typing import Any
 from huggingface_hub import errors, parse_safetensors_file_metadata, snapshot_download
 from tokenizers import Tokenizer
 
-from models import random_weights
 from models.config import QUANTIZED_BY, ModelConfig
 from models.demo import demo_folder
 from models.fields import Fields, one_line
 from models.gguf import open_gguf
+from models.random_weights import PREFIX, SEED, SHAPES
 from models.stored import INDEX, Entry, file_names, open_file
 from models.tokenizer import FILES
 from models.weights import WeightFiles
@@ -81,36 +81,39 @@ class ModelSource:
     def with_random_weights(self) -> "ModelSource":
         """The same shapes with random weights, no tokenizer and no limit of positions."""
         config = replace(self.config, max_position=None)
-        return replace(
-            self, path=None, config=config, end_ids=(), sampling={}, note=f"random weights, seed {random_weights.SEED}"
-        )
+        return replace(self, path=None, config=config, end_ids=(), sampling={}, note=f"random weights, seed {SEED}")
 
 
-def find_model(name: str, revision: str | None = None, weights: bool = True, fetch: bool = True) -> ModelSource:
+def find_model(
+    name: str, revision: str | None = None, weights: bool = True, fetch: bool = True, random_weights: bool = False
+) -> ModelSource:
     """What MODEL names: `demo`, `random:<shape>`, a local folder, a .gguf file, or a Hugging Face hub id.
 
     Args:
         revision: branch, tag or commit of a hub id.
         weights: whether the weight files must be there; False fetches and checks the config alone.
         fetch: False checks the headers of a hub id's weight files where they lie, without fetching them.
+        random_weights: the model's shapes with random weights; its own need not be there.
 
     Raises:
         CheckpointError: nothing of that name, or its files are missing, damaged or contradict each other.
         UnsupportedModelError: a model that Quartet does not run.
         ConfigError: a revision of something that has none.
     """
+    if random_weights:
+        return find_model(name, revision, weights=False).with_random_weights()
     try:
         folder = Path(name).expanduser()
         folder.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long a name, no such user, a null character
         raise CheckpointError(f"MODEL {name[:80]!r} cannot be a path: {error.__class__.__name__}; give another name") from None
-    made = name.startswith(random_weights.PREFIX)
+    made = name.startswith(PREFIX)
     if revision is not None and (made or name == "demo" or folder.exists()):
         raise ConfigError(f"--revision names a version on the Hugging Face hub and {name} is not from there; leave it out")
     if made:
-        shape = random_weights.SHAPES.get(name.removeprefix(random_weights.PREFIX))
+        shape = SHAPES.get(name.removeprefix(PREFIX))
         if shape is None:
-            raise CheckpointError(f"{name} is unknown; random models: {', '.join(random_weights.SHAPES)}")
+            raise CheckpointError(f"{name} is unknown; random models: {', '.join(SHAPES)}")
         return ModelSource(name, name, None, shape).with_random_weights()
     if name == "demo":
         source = _read(name, "demo", demo_folder(), weights)

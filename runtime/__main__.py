@@ -242,7 +242,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         _fit(len(ids), config.max_len, source.config.max_position)
 
     needed = len(ids) + args.max_tokens if args.prompt_ids is not None and args.max_tokens is not None else None
-    loaded = load_engine(source, config, needed_len=needed, tokenizer=tokenizer, ids_only=ids_only)
+    loaded = load_engine(source, config, needed_len=needed, tokenizer=tokenizer)
     print(*loaded.notes, sep="\n", file=sys.stderr)
     terminal = Terminal(loaded, args, params)
     if ids is not None:

@@ -28,7 +28,7 @@ def hugging_face(path: Path, ids: Sequence[int], dtype: torch.dtype) -> Tensor:
 def open_model(path: Path, dtype: torch.dtype | None = None, max_len: int = 512, device: str = "cpu") -> Decoder:
     """The decoder of a folder, in the stored dtype unless one is given."""
     source = find_model(str(path))
-    return load_model(source, torch.device(device), dtype or getattr(torch, source.config.dtype), max_len, progress=False)
+    return load_model(source, torch.device(device), dtype or getattr(torch, source.config.dtype), max_len)
 
 
 def play(decoder: Decoder, ids: Sequence[int], prefill: int, chunk: int = 512, ops: str = "unfused") -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench import check, hugging_face
-from models import ModelConfig, load_engine, random_weights
+from models import ModelConfig, find_model, load_engine, random_weights
 from runtime.__main__ import run as runtime_door
 from runtime.config import EngineConfig
 from runtime.errors import ConfigError, RequestError
@@ -185,7 +185,7 @@ def test_nothing_to_write_and_nothing_to_judge_is_said(bench, folders):
 def test_transformers_plays_over_our_weights_without_a_copy(tmp_path, family, tied):
     """Models without a folder (random weights) are judged so; the config is built from ours and the weights are views."""
     folder = tok_b(tiny(tmp_path / "m", family, tie_word_embeddings=tied, dtype=torch.float32))
-    model = load_engine(str(folder), EngineConfig(device="cpu", max_len=64)).engine.model
+    model = load_engine(find_model(str(folder)), EngineConfig(device="cpu", max_len=64)).engine.model
     read = hugging_face.read_folder(folder, torch.float32, torch.device("cpu"))
     ids = torch.tensor([IDS])
     for path, attention in ((None, "eager"), (folder, "sdpa")):

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from bench.contenders import BARE, NO_PDL, BareOps, bare, without_pdl
-from models import load_engine
+from models import find_model, load_engine
 from models.random_weights import SHAPES
 from runtime.config import EngineConfig
 from runtime.ops import load_ops
@@ -38,7 +38,8 @@ def test_a_bare_step_gives_the_unfused_logits(batch, tmp_path):
     from tests.checkpoints import tiny
 
     config = EngineConfig(max_slots=batch, max_len=4200, graph="off")
-    loaded = load_engine(str(tiny(tmp_path, "llama")), config, random_weights=True, needed_len=64, prepare=False)
+    source = find_model(str(tiny(tmp_path, "llama")), random_weights=True)
+    loaded = load_engine(source, config, needed_len=64, prepare=False)
     steps = WholeSteps(loaded, batch, 32)
     found = []
     for ops in (BareOps(), load_ops("unfused")):

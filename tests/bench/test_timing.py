@@ -14,7 +14,7 @@ from bench.contenders import EngineRun, needed_len
 from bench.latency import LatencyOptions
 from bench.report import above_ceiling
 from bench.timing import Cell, Shape, measure, play
-from models import load_engine
+from models import find_model, load_engine
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from runtime.errors import DeviceError, RequestError
@@ -168,7 +168,7 @@ def test_a_delay_in_the_step_shows_up_in_full(seconds):
 def test_a_delay_kernel_in_the_step_shows_up_in_full_and_agrees_with_cuda_events(folders):
     """Timing the launches alone would miss work that the device has yet to do."""
     config = EngineConfig("cuda", "bfloat16", "unfused", "off", "off", max_len=128, max_slots=1)
-    loaded = load_engine(str(folders["llama"]), config, random_weights=True)
+    loaded = load_engine(find_model(str(folders["llama"]), random_weights=True), config)
     model, events, cycles = loaded.engine.model, [], 20_000_000  # longer than the host takes to launch a step
     inner = model.decode
 

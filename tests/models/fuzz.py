@@ -118,7 +118,7 @@ def outcome(path: Path, ids: list[int]) -> str:
     signal.alarm(SECONDS)
     try:
         source = find_model(str(path))
-        ours = play(load_model(source, torch.device("cpu"), torch.float32, len(ids), progress=False), ids, prefill=8)
+        ours = play(load_model(source, torch.device("cpu"), torch.float32, len(ids)), ids, prefill=8)
     except QuartetError as error:
         said = str(error)
         return "refused" if said and "\n" not in said and len(said) < 2000 else f"refused in these words: {said[:300]!r}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models import demo, find_model, load_engine
+from models import demo, find_model, load_engine, load_tokenizer
 from runtime.config import EngineConfig
 from runtime.errors import CheckpointError
 from runtime.request import Request
@@ -28,9 +28,14 @@ PROMPTS = (
 )
 
 
+def load(config):
+    source = find_model("demo")
+    return load_engine(source, config, tokenizer=load_tokenizer(source))
+
+
 @pytest.fixture(scope="module")
 def loaded():
-    return load_engine("demo", EngineConfig(device="cpu", dtype="float32", max_len=160), progress=False)
+    return load(EngineConfig(device="cpu", dtype="float32", max_len=160))
 
 
 @pytest.mark.model
@@ -142,7 +147,7 @@ MORE = (
 def test_twenty_answers_of_200_tokens_on_a_gpu_are_hugging_faces_wherever_rule_n_decides():
     """Fused and captured, in bfloat16. Teacher-forced on our text, so that one near tie does not end the comparison."""
     config = EngineConfig(device="cuda", ops="fused", graph="on", max_len=512, max_slots=8)
-    loaded = load_engine("demo", config, progress=False)
+    loaded = load(config)
     prompts = [tuple(loaded.tokenizer.encode_chat([{"role": "user", "content": text}])) for text in (*PROMPTS, *MORE)]
     said = loaded.engine.generate([Request(str(i), ids, max_tokens=200) for i, ids in enumerate(prompts)])
     exact, same = (

@@ -219,13 +219,6 @@ def test_what_cannot_run_is_refused_before_the_weights_are_read(alphabet, monkey
         talk([alphabet, *arguments])
 
 
-def test_the_terminal_looks_for_the_model_once(alphabet, monkeypatch):
-    """Its files were opened, and its tokenizer was loaded, once to refuse what cannot run and again to run."""
-    for what in ("find_model", "load_tokenizer"):
-        monkeypatch.setattr(f"models.load.{what}", lambda *_, what=what: pytest.fail(f"{what} again"))
-    assert talk([alphabet, "--prompt", "hi", "--max-tokens", "1", *FLAGS]) == 0
-
-
 def test_the_terminal_takes_one_slot(alphabet, capsys):
     talk([alphabet, "--prompt", "hi", "--max-len", "64"])
     assert "context 64 positions in each of 1 slot" in capsys.readouterr().err

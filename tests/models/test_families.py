@@ -66,7 +66,7 @@ def save(path, name, dtype):
 
 
 def engine(path, dtype, config):
-    made = Engine(load_model(find_model(str(path)), torch.device(config.device), dtype, COUNT, progress=False), config)
+    made = Engine(load_model(find_model(str(path)), torch.device(config.device), dtype, COUNT), config)
     made.prepare()
     return made
 

@@ -134,11 +134,13 @@ def byte_level(folder, pre="gpt-2"):
 def test_a_file_answers_like_its_twin(tmp_path):
     folder = tok_b(chain(tmp_path / "twin", {65: 66, 66: 258, 258: 67, 67: 67}, intermediate_size=512), words=["ab"])
     file = write(tmp_path / "model.gguf", folder, Type.F16, byte_level(folder))
-    loaded = load_engine(str(file), EngineConfig(max_len=32, max_slots=1), progress=False)
-    assert (loaded.source.label, loaded.source.end_ids) == ("model", (256, 258))
-    assert loaded.tokenizer.encode("A<|im_end|>éab") == [65, 258, 195, 169, 259]
-    assert loaded.tokenizer.encode_chat([{"role": "user", "content": "hi<|im_end|>"}]) == [*b"hi<|im_end|>", 258]
-    answer = loaded.engine.generate([Request("a", (65,), max_tokens=6, end_ids=loaded.source.end_ids)])["a"]
+    source = find_model(str(file))
+    assert (source.label, source.end_ids) == ("model", (256, 258))
+    tokenizer = load_tokenizer(source)
+    assert tokenizer.encode("A<|im_end|>éab") == [65, 258, 195, 169, 259]
+    assert tokenizer.encode_chat([{"role": "user", "content": "hi<|im_end|>"}]) == [*b"hi<|im_end|>", 258]
+    engine = load_engine(source, EngineConfig(max_len=32, max_slots=1)).engine
+    answer = engine.generate([Request("a", (65,), max_tokens=6, end_ids=source.end_ids)])["a"]
     assert answer == [66, 258]
 
 

@@ -28,7 +28,7 @@ PROJECTIONS = tuple(f"{name}_proj.weight" for name in ("q", "k", "v", "o", "gate
 def opened(path, weights="auto", dtype=torch.float32):
     source = find_model(str(path))
     chosen = source.config.weights if weights == "auto" else weights
-    return load_model(source, torch.device("cpu"), dtype, 512, progress=False, weights=chosen)
+    return load_model(source, torch.device("cpu"), dtype, 512, weights=chosen)
 
 
 def agrees(decoder, count=40):
@@ -321,7 +321,7 @@ def test_a_quantized_model_never_exists_dense_as_a_whole(tmp_path, weights, monk
     source, rounded = find_model(str(tmp_path)), []
     monkeypatch.setattr(lowbit, "quantize", lambda rows, *how: rounded.append(rows.nbytes) or quantize(rows, *how))
     monkeypatch.setattr(lowbit, "ROWS_AT_ONCE", 64)
-    decoder = load_model(source, torch.device("cpu"), torch.bfloat16, 64, progress=False, weights=weights)
+    decoder = load_model(source, torch.device("cpu"), torch.bfloat16, 64, weights=weights)
     layer = decoder.layers[0]
     scratch = {each.qkv_proj.weight.scratch.data_ptr() for each in decoder.layers} | {layer.down_proj.weight.scratch.data_ptr()}
     widest = max(math.prod(linear.weight.shape) for linear in (layer.qkv_proj, layer.gate_up_proj, layer.down_proj))
@@ -340,7 +340,7 @@ def test_perplexity_of_the_demo_model_in_8_and_4_bits_stays_near_its_own():
     ids = Tokenizer(source.path).encode((Path(__file__).parent.parent / "texts" / "alice.txt").read_text())
     found = {}
     for weights in ("bf16", "fp8", "int4"):
-        decoder = load_model(source, torch.device("cpu"), torch.float32, 512, progress=False, weights=weights)
+        decoder = load_model(source, torch.device("cpu"), torch.float32, 512, weights=weights)
         cache = KVCache.allocate(
             decoder.num_layers, 1, decoder.num_kv_heads, len(ids), decoder.head_dim, torch.float32, decoder.device
         )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models import find_model, load_engine
+from models import find_model, load_engine, load_tokenizer
 from models.source import end_ids
 from runtime.config import EngineConfig
 from runtime.errors import CheckpointError, ConfigError, OutOfMemoryError, RequestError
@@ -15,7 +15,7 @@ ABC = {65: 66, 66: 258, 258: 67, 67: 67}
 
 
 def answer(path, max_tokens=6, ignore_eos=False):
-    loaded = load_engine(str(path), EngineConfig(max_len=32, max_slots=1), progress=False)
+    loaded = load_engine(find_model(str(path)), EngineConfig(max_len=32, max_slots=1))
     ends = () if ignore_eos else loaded.source.end_ids
     return loaded.engine.generate([Request("a", (65,), max_tokens=max_tokens, end_ids=ends)])["a"]
 
@@ -150,13 +150,13 @@ def test_a_slip_of_demo_is_told_without_asking_the_hub(name, monkeypatch):
 def test_a_missing_tokenizer_is_an_error_and_nothing_takes_its_place(tmp_path):
     tiny(tmp_path)
     with pytest.raises(CheckpointError, match="has no tokenizer"):
-        load_engine(str(tmp_path), EngineConfig(max_len=32))
+        load_tokenizer(find_model(str(tmp_path)))
 
 
 def test_a_damaged_tokenizer_is_an_error(tmp_path):
     (tok_b(tiny(tmp_path)) / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="tokenizer"):
-        load_engine(str(tmp_path), EngineConfig(max_len=32))
+        load_tokenizer(find_model(str(tmp_path)))
 
 
 def test_a_bfloat16_model_that_overflows_float16_ends_with_an_error_and_not_with_token_0(tmp_path):
@@ -167,10 +167,10 @@ def test_a_bfloat16_model_that_overflows_float16_ends_with_an_error_and_not_with
 
     path = tok_b(tiny(tmp_path, edit=scale))
     request = Request("a", (65, 66, 67), max_tokens=4)
-    fine = load_engine(str(path), EngineConfig(max_len=32), progress=False)
+    fine = load_engine(find_model(str(path)), EngineConfig(max_len=32))
     assert fine.config.dtype == "bfloat16"
     assert len(fine.engine.generate([request])["a"]) == 4
-    forced = load_engine(str(path), EngineConfig(max_len=32, dtype="float16"), progress=False)
+    forced = load_engine(find_model(str(path)), EngineConfig(max_len=32, dtype="float16"))
     with pytest.raises(RequestError, match="not finite"):
         forced.engine.generate([request])
 
@@ -178,12 +178,13 @@ def test_a_bfloat16_model_that_overflows_float16_ends_with_an_error_and_not_with
 def test_random_weights_take_the_shapes_and_lift_the_limit(tmp_path):
     path = tiny(tmp_path, max_position_embeddings=64)
     (path / "model.safetensors").unlink()
-    loaded = load_engine(str(path), EngineConfig(max_slots=1), random_weights=True, needed_len=200)
+    source = find_model(str(path), random_weights=True)
+    assert load_tokenizer(source) is None
+    loaded = load_engine(source, EngineConfig(max_slots=1), needed_len=200)
     assert loaded.config.max_len == 200
-    assert loaded.tokenizer is None
     assert loaded.source.note == "random weights, seed 0"
     assert loaded.notes[0] == "random weights, seed 0"
-    again = load_engine(str(path), EngineConfig(max_slots=1), random_weights=True, needed_len=200)
+    again = load_engine(source, EngineConfig(max_slots=1), needed_len=200)
     requests = [Request("a", tuple(range(100)), max_tokens=20)]
     assert loaded.engine.generate(requests) == again.engine.generate(requests)
     norm = loaded.engine.model.norm
@@ -194,14 +195,14 @@ def test_random_weights_take_the_shapes_and_lift_the_limit(tmp_path):
 
 def test_a_capacity_below_what_the_command_needs_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="100 positions are needed and max_len is 50"):
-        load_engine(str(tok_b(tiny(tmp_path))), EngineConfig(max_len=50), needed_len=100)
+        load_engine(find_model(str(tok_b(tiny(tmp_path)))), EngineConfig(max_len=50), needed_len=100)
 
 
 def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr("models.load.free_bytes", lambda device: 1 << 30)
     monkeypatch.setattr("models.load.load_model", lambda *_: pytest.fail("read weights"))
     with pytest.raises(OutOfMemoryError, match="does not fit"):
-        load_engine(str(tok_b(tiny(tmp_path))), EngineConfig())
+        load_engine(find_model(str(tok_b(tiny(tmp_path)))), EngineConfig())
 
 
 def test_slots_give_way_where_memory_is_short_and_max_len_is_left_open(tmp_path, monkeypatch):
@@ -209,22 +210,22 @@ def test_slots_give_way_where_memory_is_short_and_max_len_is_left_open(tmp_path,
     position = find_model(str(path)).config.kv_bytes_per_position("bfloat16")
     room = find_model(str(path)).config.weight_bytes("bfloat16") + RESERVE_BYTES + 3 * 4200 * position
     monkeypatch.setattr("models.load.free_bytes", lambda device: room)
-    loaded = load_engine(str(path), EngineConfig(), progress=False)
+    loaded = load_engine(find_model(str(path)), EngineConfig())
     assert loaded.config.max_slots == 3
     assert 3500 < loaded.config.max_len < 4200
     assert "in each of 3 slots: cut from the model's 8192; 8 slots of 4096 positions do not fit" in "\n".join(loaded.notes)
     with pytest.raises(OutOfMemoryError, match="at most"):
-        load_engine(str(path), EngineConfig(max_len=4096), progress=False)
+        load_engine(find_model(str(path)), EngineConfig(max_len=4096))
 
 
 def test_a_long_silence_is_announced_where_there_is_no_progress_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("models.load.QUIET_BYTES", 1000)
-    load_engine(str(tok_b(tiny(tmp_path))), EngineConfig(max_len=32), random_weights=True)
+    load_engine(find_model(str(tiny(tmp_path)), random_weights=True), EngineConfig(max_len=32))
     assert "making " in capsys.readouterr().err
 
 
 def test_notes_tell_what_was_settled(tmp_path):
-    loaded = load_engine(str(tok_b(tiny(tmp_path))), EngineConfig(max_len=32, max_slots=2), progress=False)
+    loaded = load_engine(find_model(str(tok_b(tiny(tmp_path)))), EngineConfig(max_len=32, max_slots=2))
     text = "\n".join(loaded.notes)
     assert "dtype bfloat16: as stored in the checkpoint" in text
     assert "context 32 positions in each of 2 slots: cut from the model's 512" in text

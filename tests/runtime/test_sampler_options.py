@@ -32,7 +32,7 @@ def make(device, tmp_path_factory):
 
     def build(values, rest=-30.0, slots=ROWS, path=None, max_len=512, **options):
         path = path or fixed(tmp_path_factory.mktemp("fixed"), values, rest)
-        decoder = load_model(find_model(str(path)), torch.device(device), torch.bfloat16, max_len, progress=False)
+        decoder = load_model(find_model(str(path)), torch.device(device), torch.bfloat16, max_len)
         pdl = "on" if device == "cuda" and torch.cuda.get_device_capability() >= (9, 0) else "off"
         ways = ("fused", "on", pdl) if device == "cuda" else ("unfused", "off", "off")
         engine = Engine(decoder, EngineConfig(device, "bfloat16", *ways, max_len=max_len, max_slots=slots, **options))

@@ -7,14 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import uvloop
 
-from models import load_engine
+from models import find_model, load_engine, load_tokenizer
 from runtime.config import EngineConfig
 from runtime.engine import Engine
 from server.app import Service, Settings, create_app
@@ -189,10 +189,11 @@ def local_server(
         state: what the server must have come to when the `with` begins.
     """
     wanted = EngineConfig(**{"device": "cpu", "dtype": "float32", **config})
-    loaded = load_engine(str(model), wanted, progress=False)
+    source = find_model(str(model))
+    loaded = load_engine(source, wanted, tokenizer=load_tokenizer(source) if text else None)
     edit(loaded.engine)
     chosen = Settings(**{"names": ("test", "alias"), **(settings or {})})
-    service = Service(loaded if text else replace(loaded, tokenizer=None), chosen)
+    service = Service(loaded, chosen)
     with bind("127.0.0.1", 0) as sock:
         if send_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

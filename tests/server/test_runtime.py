@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from models import load_engine
+from models import find_model, load_engine
 from runtime.config import EngineConfig
 from runtime.decode_step import DecodeStep
 from runtime.engine import Prepared
@@ -130,7 +130,7 @@ class TestTelling:
         assert step.launches_per_layer == 5
 
     def test_the_floor_is_the_weights_of_a_token_over_the_datasheets_rate(self, tiny, monkeypatch):
-        loaded = load_engine(str(tiny), EngineConfig(device="cpu"), progress=False)
+        loaded = load_engine(find_model(str(tiny)), EngineConfig(device="cpu"))
         assert floor(facts(loaded)).startswith("bandwidth floor: not known, no datasheet's read rate for CPU")
         monkeypatch.setattr("server.app.describe", lambda device: "NVIDIA H200")
         monkeypatch.setattr("models.ModelConfig.bytes_per_token", lambda self, dtype, weights: 13_214_154_752)
