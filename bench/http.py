@@ -22,6 +22,8 @@ IDS = range(33, 127)
 """Prompt ids: every model has them, and prompts of them hardly begin alike."""
 RUN = random.SystemRandom().getrandbits(64)
 TIMEOUT_SECONDS = 600.0
+UNREADABLE = (AttributeError, LookupError, TypeError, ValueError)
+"""What reading an answer raises that is not of OpenAI's shape."""
 FORMULAS = {
     "ttft_ms": "request sent to the first event with text",
     "itl_ms": "gap between two events with text, over the tokens that an event carries on average",
@@ -91,18 +93,19 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any], clock: Any = time
                 raise Failure(f"status {response.status_code}: {(await response.aread()).decode(errors='replace')[:200]}")
             async for line in response.aiter_lines():
                 now = clock()
-                if not line.startswith("data: "):
+                if not line.startswith("data:"):
                     continue
-                if line == "data: [DONE]":
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
                     ended = True
                     break
-                event = json.loads(line.removeprefix("data: "))
+                event = json.loads(data)
                 if "error" in event:
                     raise Failure(f"an error in the stream: {event['error']}")
                 if any(_text(choice) for choice in event["choices"]):
                     events.append(now - start)
                 tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
-    except (httpx.HTTPError, json.JSONDecodeError) as error:
+    except (httpx.HTTPError, *UNREADABLE) as error:
         raise Failure(f"{type(error).__name__}: {error}") from error
     if not ended or tokens is None or len(events) < 2:
         raise Failure(f"the stream has {len(events)} events with text, usage {tokens}, and {'an' if ended else 'no'} end")
@@ -170,17 +173,25 @@ async def _server(client: httpx.AsyncClient, options: HttpOptions) -> dict[str, 
         listed.raise_for_status()
         models = listed.json()["data"]
         model = options.model or models[0]["id"]
-        told = await client.get("runtime")
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        room = next((each.get("max_model_len") for each in models if each["id"] == model), None)
+        short = room is not None and options.prompt_len + options.gen_len > room
+    except (httpx.HTTPError, *UNREADABLE) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(f"{options.url} does not answer as a server of OpenAI's API: {reason}; check --url") from None
-    room = next((each.get("max_model_len") for each in models if each["id"] == model), None)
-    if room is not None and options.prompt_len + options.gen_len > room:
+    if short:
         raise ConfigError(
             f"--prompt-len {options.prompt_len} and --gen-len {options.gen_len} do not fit the {room} positions of {model}; "
             "lower one of them"
         )
-    return {"model": model, "runtime": told.json() if told.status_code == 200 else None}
+    return {"model": model, "runtime": await _runtime(client)}
+
+
+async def _runtime(client: httpx.AsyncClient) -> Any:
+    """What a server of ours says of its mode; None from another one, whatever it answers there."""
+    try:
+        return (await client.get("runtime")).raise_for_status().json()
+    except (httpx.HTTPError, ValueError):
+        return None
 
 
 def _body(options: HttpOptions, model: str, number: int) -> dict[str, Any]:

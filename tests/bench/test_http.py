@@ -12,7 +12,6 @@ import pytest
 from bench.__main__ import run as door
 from bench.http import Answer, Failure, HttpOptions, _body, _server, ask, result_of
 from bench.output import Output
-from bench.samples import percentile
 from runtime.errors import ConfigError
 
 BODY = {"max_tokens": 64}
@@ -88,16 +87,15 @@ def test_a_token_an_event_needs_no_average():
         (stream(60, 1, 0.1, 0.01), 200, "60 tokens came and 64"),
         ([(0.1, 'data: {"error": {"message": "the device failed"}}'), (0.1, "data: [DONE]")], 200, "the device failed"),
         ([(0.1, "busy")], 429, "status 429: busy"),
+        ([(0.1, "data: []")], 200, "TypeError"),
+        ([(0.1, 'data: {"id": 1}')], 200, "KeyError"),
+        ([(0.1, 'data: {"choices": [null]}')], 200, "AttributeError"),
     ],
 )
 def test_what_was_not_asked_for_is_a_failure(lines, status, words):
+    """An event without choices was a traceback, and every answer before it was lost."""
     with pytest.raises(Failure, match=words):
         play(lines, status)
-
-
-def test_percentiles_are_named_and_right():
-    samples = [*range(10, 19), 100]
-    assert [percentile(samples, q) for q in (50, 90, 99)] == pytest.approx([14.5, 26.2, 92.62])
 
 
 def test_the_result_counts_failures_apart_and_flags_few_samples():
@@ -108,6 +106,16 @@ def test_the_result_counts_failures_apart_and_flags_few_samples():
     assert (result["output_tok_s"], result["n_itl_ms"], result["p99_itl_ms_has_few_samples"]) == (32, 15, True)
     assert (result["mean_ttft_ms"], result["mean_itl_ms"]) == (50, pytest.approx(10))
     assert "secret" not in json.dumps(result)
+
+
+def server_of(answer):
+    """What is found out of a server that answers so."""
+
+    async def told():
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://x/v1/") as client:
+            return await _server(client, SimpleNamespace(model=None, url="http://x", prompt_len=100, gen_len=10))
+
+    return asyncio.run(told())
 
 
 def test_no_server_is_one_sentence(capsys):
@@ -123,15 +131,13 @@ def test_no_server_is_one_sentence(capsys):
         (httpx.Response(200, text="<html>"), "check --url"),
         (httpx.Response(200, json={"data": []}), "check --url"),
         (httpx.Response(200, json=[]), "check --url"),
+        (httpx.Response(200, json={"data": ["m"]}), "check --url"),
+        (httpx.Response(200, json={"data": [{"id": "m", "max_model_len": "8k"}]}), "check --url"),
     ],
 )
 def test_another_kind_of_answer_is_one_sentence(answer, words):
-    async def told():
-        async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _: answer), base_url="http://x/v1/") as client:
-            return await _server(client, SimpleNamespace(model=None, url="http://x", prompt_len=100, gen_len=10))
-
     with pytest.raises(ConfigError, match=words):
-        asyncio.run(told())
+        server_of(lambda _: answer)
 
 
 @pytest.mark.parametrize("room", [109, 110])
@@ -141,15 +147,21 @@ def test_what_the_servers_context_cannot_hold_is_told_before_anything_is_sent(ro
     def answer(request):
         return httpx.Response(200, json={"data": [{"id": "m", "max_model_len": room}]})
 
-    async def told():
-        async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://x/v1/") as client:
-            return await _server(client, SimpleNamespace(model=None, url="http://x", prompt_len=100, gen_len=10))
-
     if room < 110:
         with pytest.raises(ConfigError, match="--prompt-len 100 and --gen-len 10 do not fit the 109 positions of m"):
-            asyncio.run(told())
+            server_of(answer)
     else:
-        assert asyncio.run(told())["model"] == "m"
+        assert server_of(answer)["model"] == "m"
+
+
+def test_a_server_that_answers_every_path_with_a_page_is_measured_all_the_same():
+    """/v1/runtime is ours alone; another server's page there was a traceback."""
+
+    def answer(request):
+        page = httpx.Response(200, text="<html>")
+        return httpx.Response(200, json={"data": [{"id": "m"}]}) if request.url.path == "/v1/models" else page
+
+    assert server_of(answer) == {"model": "m", "runtime": None}
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:9/\udcff"])
