@@ -24,7 +24,7 @@ from runtime.config import EngineConfig
 from runtime.decode_graph import DecodeGraphs
 from runtime.decode_step import DecodeStep, pack
 from runtime.errors import ConfigError, RequestError
-from runtime.request import Request
+from runtime.request import Request, require_ids
 
 DEFAULT_IDS = 64
 TEXT = (
@@ -110,9 +110,7 @@ def _ids(options: CheckOptions, source: ModelSource) -> tuple[list[int], str]:
         ids, origin = read_ids(options.ids), f"from {options.ids}"
     else:
         ids, origin = default_ids(source)
-    for token in ids:
-        if not 0 <= token < source.config.vocab_size:
-            raise RequestError(f"token id {token} is outside the vocabulary of 0 to {source.config.vocab_size - 1}")
+    require_ids(ids, source.config.vocab_size)
     return ids, origin
 
 

@@ -33,7 +33,7 @@ from models.random_weights import PREFIX
 from models.tokenizer import Tokenizer
 from runtime.config import DTYPES, MAX_SLOTS, WEIGHTS, EngineConfig
 from runtime.errors import ContextLengthError, QuartetError, RequestError
-from runtime.request import Request, SamplingParams
+from runtime.request import Request, SamplingParams, require_ids
 
 signal.signal(signal.SIGINT, _interrupt)
 
@@ -236,9 +236,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         raise RequestError(f"{source.name} has no chat template to talk by; give --prompt or --prompt-ids")
     if ids is not None:
         Request("", tuple(ids), params, args.max_tokens)  # raises what is wrong with it
-        last = source.config.vocab_size - 1
-        if (outside := next((token for token in ids if not 0 <= token <= last), None)) is not None:
-            raise RequestError(f"token id {outside} is outside the vocabulary of 0 to {last}")
+        require_ids(ids, source.config.vocab_size)
         _fit(len(ids), config.max_len, source.config.max_position)
 
     needed = len(ids) + args.max_tokens if args.prompt_ids is not None and args.max_tokens is not None else None

@@ -20,7 +20,7 @@ from runtime.kv_cache import KVCache
 from runtime.modes import Modes, Prepared
 from runtime.ops import STATE_WIDTH, Rows, SlotState
 from runtime.pinned import Landing, PinnedRing, download
-from runtime.request import Logprobs, Request, TokenEvent
+from runtime.request import Logprobs, Request, TokenEvent, require_ids
 from runtime.sampling import NOT_FINITE, TOLD_WORDS, Sampler, read_told, tell, variant
 from runtime.scheduler import Running, Scheduler
 
@@ -111,9 +111,7 @@ class Engine:
         """
         biased = [token for token, _ in request.params.logit_bias]
         for name, ids in (("prompt", request.prompt_ids), ("stop_token_ids", request.end_ids), ("logit_bias", biased)):
-            if ids and not 0 <= min(ids) <= max(ids) < self.model.vocab_size:  # many ids, and on the event loop
-                token = next(token for token in ids if not 0 <= token < self.model.vocab_size)
-                raise RequestError(f"token id {token} is outside the vocabulary of 0 to {self.model.vocab_size - 1}", name)
+            require_ids(ids, self.model.vocab_size, name)
         if request.cached and self.config.prefix_reuse:
             raise RequestError(f"cached is {request.cached} and this engine reuses prefixes by itself; turn prefix_reuse off")
         if len(request.prompt_ids) >= self.max_len:

@@ -4,6 +4,7 @@ Everything here is picklable, so that a process boundary could stand where today
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +18,13 @@ GREEDY_BELOW = 1e-5
 
 MAX_LOGPROBS = 20
 """Alternatives that can be asked for beside a token's own log-probability, as OpenAI's `top_logprobs`."""
+
+
+def require_ids(ids: Sequence[int], vocab_size: int, param: str | None = None) -> None:
+    """Raises RequestError for a token id outside the vocabulary; `param` names the field that holds it."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:  # many ids, and on a server's event loop
+        token = next(token for token in ids if not 0 <= token < vocab_size)
+        raise RequestError(f"token id {token} is outside the vocabulary of 0 to {vocab_size - 1}", param)
 
 
 @dataclass(frozen=True)

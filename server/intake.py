@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from models import Tokenizer
 from runtime.engine import Engine
 from runtime.errors import RequestError
-from runtime.request import MAX_END_IDS, Request
+from runtime.request import MAX_END_IDS, Request, require_ids
 from server.answer import Answer, IdText, StopMatcher
 from server.schema import ChatRequest, CompletionRequest, GenerationRequest, SamplingDefaults, TokenizeRequest
 
@@ -79,10 +79,7 @@ class Intake:
 
     async def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included. Raises RequestError for ids outside of the vocabulary."""
-        vocab_size = self._engine.model.vocab_size
-        outside = next((token for token in ids if token >= vocab_size), None)
-        if outside is not None:
-            raise RequestError(f"token id {outside} is outside the vocabulary of 0 to {vocab_size - 1}", "tokens")
+        require_ids(ids, self._engine.model.vocab_size, "tokens")
         return await self._apart(len(ids), self._words.decode, ids, False)
 
     async def _encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
