@@ -263,7 +263,8 @@ def _report(options: LatencyOptions, result: dict[str, Any]) -> Report:
     }
     pictures = {}
     if options.plot is not None or (options.output.html is not None and has_matplotlib()):
-        bars = result["split"] or report.unsplit(cells)
-        pictures[title] = token_time(title, bars)
+        # Without a profile (a CPU run) all beyond the floor counts as kernels.
+        busy = [{**cell, "profile": {"busy_ms": cell["p50_itl_ms"]}} for cell in cells]
+        pictures[title] = token_time(title, result["split"] or report.split(busy))
     records = [{"model": result["model"], **cell} for cell in cells]
     return Report(result, tables, report.footnotes(result), records, pictures)

@@ -38,13 +38,13 @@ td:first-child, th:first-child { text-align: left } img { max-width: 100% } pre 
 """
 
 
-COLOURS = {"floor": "#2b6cb0", "kernels": "#63b3ed", "gaps": "#f6ad55", "host": "#e53e3e"}
-WORDS = {
-    "floor": "floor: bytes / read ceiling",
-    "kernels": "kernels beyond the floor",
-    "gaps": "gaps between kernels",
-    "host": "waiting for the host",
+BARS = {
+    "floor": ("#2b6cb0", "floor: bytes / read ceiling"),
+    "kernels": ("#63b3ed", "kernels beyond the floor"),
+    "gaps": ("#f6ad55", "gaps between kernels"),
+    "host": ("#e53e3e", "waiting for the host"),
 }
+"""The parts of a token's time: colour and label."""
 
 
 @dataclass
@@ -187,15 +187,15 @@ def require_matplotlib() -> None:
 
 
 def token_time(title: str, bars: Sequence[dict[str, Any]]) -> bytes:
-    """A PNG of stacked bars; each has a `name` and, in ms, the parts of COLOURS."""
+    """A PNG of stacked bars; each has a `name` and, in ms, the parts of BARS."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 1.6 + 0.55 * len(bars)), dpi=150, layout="constrained")
     axes = figure.subplots()
     names, left = [bar["name"] for bar in bars], [0.0] * len(bars)
-    for part, colour in COLOURS.items():
+    for part, (colour, label) in BARS.items():
         widths = [bar[part] for bar in bars]
-        axes.barh(names, widths, left=left, color=colour, label=WORDS[part])
+        axes.barh(names, widths, left=left, color=colour, label=label)
         left = [at + width for at, width in zip(left, widths, strict=True)]
     for row, total in enumerate(left):
         axes.text(total, row, f" {total:.2f} ms", va="center")

@@ -95,13 +95,6 @@ def split(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def unsplit(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without a profile (a CPU run) only the floor is told apart from the rest, which counts as kernels."""
-    timed = [(cell, cell["p50_itl_ms"]) for cell in cells if cell["p50_itl_ms"]]
-    floors = [(cell_name(cell), min(cell["floor_ms"], ms), ms) for cell, ms in timed]
-    return [{"name": name, "floor": floor, "kernels": ms - floor, "gaps": 0.0, "host": 0.0} for name, floor, ms in floors]
-
-
 def ratios(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """How many times the first cell's time each other cell of its shape takes, with the interval."""
     table = []

@@ -10,7 +10,6 @@ from bench.profiled import Counts
 from bench.timing import Cell, Pass, Shape
 
 CEILING = Ceiling(10.0, "given", 20.0)
-FLOOR_MS = 2.0
 
 
 def cell(ops, graph, itl_ms, busy_ms, kernels=100, reps=3):
