@@ -72,6 +72,8 @@ def run(options: LatencyOptions) -> int:
         require_matplotlib()
     require_folder(options.profile, "--profile")
     require_folder(options.plot, "--plot")
+    if options.profile is not None and not options.counts:
+        raise ConfigError("--profile keeps the profiler's trace and --no-counts leaves the profiler out; leave one of them out")
     if options.plot is not None and options.plot.suffix.lower() != ".png":
         raise ConfigError(f"--plot {options.plot}: the picture is a PNG; give a name that ends in .png")
     source = find_model(options.model, options.revision, random_weights=options.random_weights)

@@ -271,6 +271,7 @@ def test_a_wrong_flag_is_a_usage_error(words, capsys):
         (("--max-len", "20"), "22 positions are needed and max_len is 20"),
         (("--output", "no/such/folder/x.md"), "folder does not exist"),
         (("--profile", "no/such/folder/x.json"), "folder does not exist"),
+        (("--profile", "trace.json", "--no-counts"), "--no-counts leaves the profiler out"),
         (("--plot", "no/such/folder/x.png"), "folder does not exist"),
         (("--html", "no/such/folder/x.html"), "folder does not exist"),
         (("--ladder",), "--ladder measures kernels, graphs .* needs a CUDA device"),
