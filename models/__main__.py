@@ -1,7 +1,12 @@
 """The door `python -m models`: what a checkpoint is, and whether Quartet runs it. Loads no weights, nor fetches them."""
 
+import os
 import signal
+import sys
 
+# `python -m` puts the current folder first: one that holds a `runtime` of its own must not take the place of ours.
+if __name__ == "__main__" and sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+    del sys.path[0]
 # The imports take seconds; Ctrl-C meanwhile should end the process, not show where in torch it was.
 _interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -256,13 +256,14 @@ def test_ctrl_c_while_torch_is_imported_shows_no_traceback(words):
         (["runtime", "random:llama-2-7b", "--prompt", "x"], "error: random:llama-2-7b has no tokenizer"),
         (["server", "--port", "-1"], "error: --port is -1"),
         (["bench", "compare", "a", "b"], "error: a"),
+        (["models", "no/such/folder"], "error: 'no/such/folder' is no folder"),
     ],
     ids=str,
 )
 def test_a_models_folder_where_the_user_stands_is_not_taken_for_ours(tmp_path, arguments, said):
-    """A folder of weights called `models` is common; `python -m` looks into the current folder first."""
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not ours')")
+    """A folder of weights called `models`, or a `runtime.py`, is common; `python -m` looks into the current folder first."""
+    for other in {"models", "runtime"} - {arguments[0]}:
+        (tmp_path / f"{other}.py").write_text("raise SystemExit('not ours')")
     environment = {**os.environ, "PYTHONPATH": str(Path(terminal.__file__).parent.parent)}
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=280)
