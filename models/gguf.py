@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
+from models.config import ARCHITECTURES, ModelConfig
 from models.fields import Fields, one_line
 from models.layout import pieces
 from models.stored import Entry
 from models.weights import WeightFiles
 from runtime.errors import CheckpointError, UnsupportedModelError
 
-FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+FAMILIES = ("llama", "qwen2", "qwen3")
 """Architectures that are read; "llama" is Mistral's too."""
 
 PLAIN = ("F32", "F16", "BF16")
@@ -131,7 +131,7 @@ class GGUF:
         epsilon = known.get("attention.layer_norm_rms_epsilon")
         table = self._tensors.get("token_embd.weight")
         return {
-            "architectures": [FAMILIES[family]],
+            "architectures": [ARCHITECTURES[family]],
             "model_type": family,
             "dtype": "bfloat16",
             "vocab_size": None if table is None else int(table.shape[-1]),
