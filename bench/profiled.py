@@ -10,7 +10,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
+from bench.session import playing
 from bench.timing import Cell
 from runtime.errors import QuartetError
 
@@ -183,9 +183,7 @@ def counted(code: str, launches: int, seconds: float = 240) -> list[Counted] | s
         flags += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         chosen = ["--metrics", ",".join(METRICS.values()), "--launch-count", str(launches)]
         try:
-            done = subprocess.run(
-                [ncu, *flags, *chosen, sys.executable, "-c", code], capture_output=True, text=True, timeout=seconds
-            )
+            done = subprocess.run([ncu, *flags, *chosen, *playing(code)], capture_output=True, text=True, timeout=seconds)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"ncu did not end well: {error}"
         told = log.read_text() if log.exists() else ""

@@ -119,6 +119,11 @@ def slowed_by(reasons: str) -> list[str] | None:
     return [word for bit, word in enumerate(SLOWED_BY) if mask >> bit & 1]
 
 
+def playing(code: str) -> list[str]:
+    """The command of a process that plays Python code of ours, whatever packages the current folder has."""
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"]
+
+
 def start_costs(model: str, revision: str | None, random_weights: bool, config: EngineConfig) -> dict[str, Any]:
     """For "cold" and "warm": ready_seconds from spawning a process, of which load, compile and capture; or what went wrong.
 
@@ -129,13 +134,7 @@ def start_costs(model: str, revision: str | None, random_weights: bool, config: 
     with tempfile.TemporaryDirectory() as folder:
         for name in ("cold", "warm"):
             # `env` sets the variable: only doors read the environment here.
-            command = [
-                "env",
-                f"TRITON_CACHE_DIR={folder}",
-                sys.executable,
-                "-c",
-                f"from bench.session import ready; ready(*{asked!r})",
-            ]
+            command = ["env", f"TRITON_CACHE_DIR={folder}", *playing(f"from bench.session import ready; ready(*{asked!r})")]
             start = time.perf_counter()
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=True)

@@ -1,4 +1,6 @@
-"""The record of the machine: what slows a GPU, read off nvidia-smi's line."""
+"""The record of the machine: what slows a GPU, read off nvidia-smi's line; and processes that play code of ours."""
+
+import subprocess
 
 import pytest
 
@@ -29,3 +31,11 @@ def test_a_gpus_state_is_read_off_one_line(monkeypatch):
 def test_without_nvidia_smi_there_is_no_state(monkeypatch):
     monkeypatch.setattr(session, "_output", lambda *command: None)
     assert session.gpu_state() is None
+
+
+def test_code_of_ours_is_played_whatever_the_folder_holds(tmp_path):
+    """Beside a `models.py` of the user's every start ended with an error, and `--start` told that as its figure."""
+    (tmp_path / "models.py").write_text("raise SystemExit('not ours')")
+    command = session.playing("import models; print(models.__all__)")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert "find_model" in done.stdout, done.stderr
