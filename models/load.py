@@ -3,8 +3,6 @@
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,7 +51,7 @@ class Loaded:
 
 def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, max_len: int, weights: str = "bf16") -> Decoder:
     """The decoder on its device with weights read or made there, the projections dense ("bf16"), in "fp8" or in "int4", and
-    rotary tables for `max_len` positions.
+    rotary tables for `max_len` positions. A bar on stderr shows the bytes done where that is a terminal.
 
     Raises:
         CheckpointError: a weight file that is missing, damaged or does not fit the config.
@@ -69,11 +67,14 @@ def load_model(source: ModelSource, device: torch.device, dtype: torch.dtype, ma
         dict(allocate(table, device, dtype)) if weights == "bf16" else allocate_lowbit(table, weights, stored, device, dtype)
     )
     total = sum(target.nbytes for target in targets.values())
-    with _bar(f"{'loading' if files else 'making'} {source.label}", total) as advance:
+    title = f"{'loading' if files else 'making'} {source.label}"
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        if bar.disable and total > QUIET_BYTES:
+            print(f"{title}, {total / 1e9:.1f} GB ...", file=sys.stderr, flush=True)
         if files is None:
-            fill_randomly(targets, table, advance)
+            fill_randomly(targets, table, bar.update)
         else:
-            files.copy_into(targets, table, advance, stored)
+            files.copy_into(targets, table, bar.update, stored)
     return Decoder(source.config, targets, max_len)
 
 
@@ -152,12 +153,3 @@ def load_engine(
     if prepare and device.type == "cuda":
         notes.append(str(engine.prepare()))
     return Loaded(engine, source, tokenizer, settled, notes, seconds, size)
-
-
-@contextmanager
-def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, where that is a terminal; yields what to call with the bytes done."""
-    with tqdm(total=total, desc=title, unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        if bar.disable and total > QUIET_BYTES:
-            print(f"{title}, {total / 1e9:.1f} GB ...", file=sys.stderr, flush=True)
-        yield bar.update

@@ -5,8 +5,7 @@ Does not own the formats (runtime.ops: fp8, lowbit). A model is never dense as a
 are being read, and one buffer of its widest matrix, in which prefill and the unfused ops make a matrix dense.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -155,15 +154,6 @@ def settle_weights(wish: str, stored: Stored | None) -> str:
     if stored and wish not in ("auto", has):
         raise ConfigError(f"weights {wish} was asked for and the checkpoint is stored in {has}; use --weights auto")
     return has if wish == "auto" else wish
-
-
-@contextmanager
-def quantizing(name: str) -> Iterator[None]:
-    """Where a weight is rounded that cannot be: CheckpointError by its name."""
-    try:
-        yield
-    except ValueError as error:
-        raise CheckpointError(f"{name}: {error}; it cannot be quantized, use --weights bf16") from error
 
 
 def fill_projection(

@@ -19,7 +19,7 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.fields import Fields
 from models.layout import EMBEDDING, LM_HEAD, Piece, part, pieces
-from models.quantized import check_projections, fill_projection, is_projection, quantizing
+from models.quantized import check_projections, fill_projection, is_projection
 from models.scheme import Stored
 from models.stored import DTYPES, INDEX, PACKED, SINGLE, Entry, file_names, open_file
 from runtime.errors import CheckpointError, UnsupportedModelError
@@ -123,8 +123,10 @@ class WeightFiles:
         def fill(job: tuple[Piece, int, int]) -> None:
             piece, first, last = job
             into = part(targets, piece)[first:last]
-            with quantizing(piece.source):
+            try:
                 thread.lane.fill(into, self.entries[piece.source], first, last)
+            except ValueError as error:  # of a weight that cannot be rounded
+                raise CheckpointError(f"{piece.source}: {error}; it cannot be quantized, use --weights bf16") from error
             advance(into.nbytes)
 
         with ThreadPoolExecutor(THREADS, "weights", start) as pool:

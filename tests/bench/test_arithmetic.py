@@ -91,12 +91,6 @@ def test_weights_are_read_once_for_all_rows_and_keys_once_a_row():
     assert eight["attention"].operations == 8 * 4 * 4096 * 512
 
 
-def test_a_window_bounds_the_keys_read():
-    config = SHAPES["mistral-7b-v0.1"]
-    near, far = ({each.name: each for each in step_launches(config, "bfloat16", 1, n, "fused")} for n in (4096, 9000))
-    assert near["attention"].hbm_bytes == far["attention"].hbm_bytes
-
-
 def test_a_time_is_that_of_a_chain_which_reads_as_many_bytes_the_same_way():
     config = SHAPES["llama-2-7b"]
     apart, one, many = (
