@@ -100,17 +100,6 @@ def chain_us(us: Sequence[float], read_bytes: int, read_gbps: float) -> float:
     return us[after - 1] + share * (us[after] - us[after - 1])
 
 
-def straight_ways(read_gbps: float, node_us: float, boundary_us: float, node_pdl_us: float, boundary_pdl_us: float) -> Ways:
-    """Where only nodes and boundaries of one size were measured: every way reads at the ceiling behind the same boundary."""
-
-    def way(node: float, boundary: float) -> tuple[float, ...]:
-        return (node, *(size / read_gbps / 1e3 + boundary for size in SIZES[1:]))
-
-    plain, pdl = way(node_us, boundary_us), way(node_pdl_us, boundary_pdl_us)
-    ways = {"stream": plain, "stream" + WITH_PDL: pdl, "dots": plain, "dots" + WITH_PDL: pdl, "library": plain}
-    return ways | {"row": (node_us,), "reduction": (node_us,)}
-
-
 H200 = Ceilings(
     read_gbps=4433.0,
     copy_gbps=4236.0,

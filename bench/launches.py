@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.arithmetic import Ceilings, straight_ways
+from bench.arithmetic import H200, SIZES, Ceilings
 from bench.ceiling import measure_ceiling
 from bench.chains import measure_meeting, measure_ways, node_samples_us, tried, ways_table
 from bench.output import Output, Report
@@ -62,7 +62,9 @@ def measure_ceilings(device: torch.device, costs: list[LaunchCost] | None = None
     """The ceilings of this device that a prediction needs, measured now, `costs` taken if they are known; some seconds."""
     gbps, us = measure_ceiling(device).measured_gbps, {each.name: median(each.each_us) for each in costs or measure(device)}
     host, l2 = us["torch op"], 0
-    ways, meeting, source = straight_ways(gbps, host, 0.0, host, 0.0), 0.0, "on the CPU, where a launch is a call of a torch op"
+    straight = (host, *(size / gbps / 1e3 for size in SIZES[1:]))  # a CPU reads in every way at the ceiling
+    ways = {way: straight[: len(sizes)] for way, sizes in H200.ways.items()}
+    meeting, source = 0.0, "on the CPU, where a launch is a call of a torch op"
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         l2, source = found.L2_cache_size // found.multi_processor_count, ""

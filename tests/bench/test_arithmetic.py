@@ -8,6 +8,7 @@ import pytest
 from bench.arithmetic import (
     H200,
     SIZES,
+    WITH_PDL,
     Ceilings,
     Launch,
     chain_us,
@@ -15,13 +16,13 @@ from bench.arithmetic import (
     step_bytes,
     step_launches,
     step_ms,
-    straight_ways,
 )
 from models.random_weights import SHAPES
 from runtime.ops.fused import FusedOps
 from runtime.ops.unfused import UnfusedOps
 
-WAYS = straight_ways(1000.0, 1.0, 2.0, 0.5, 1.5)
+PLAIN, PDL = ((node, *(size / 1e6 + beyond for size in SIZES[1:])) for node, beyond in ((1.0, 2.0), (0.5, 1.5)))
+WAYS = {way: (PDL if way.endswith(WITH_PDL) else PLAIN)[: len(us)] for way, us in H200.ways.items()}
 GIVEN = Ceilings(1000.0, 800.0, 100.0, 9.0, 10.0, WAYS | {"library": (1.0, 20.0, 50.0, 200.0)}, 3.0, 1 << 18, "given")
 
 

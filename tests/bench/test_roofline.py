@@ -9,7 +9,7 @@ import torch
 
 from bench import kernels, profiled, roofline
 from bench.__main__ import run
-from bench.arithmetic import H200, in_order, step_launches, straight_ways
+from bench.arithmetic import H200, SIZES, in_order, step_launches
 from bench.ceiling import Ceiling
 from bench.steps import Resources, StepsOptions, fold
 from models.random_weights import SHAPES
@@ -46,7 +46,8 @@ def test_predicted_and_measured_stand_side_by_side():
 def test_a_fusion_gains_its_boundaries_and_no_hbm_bytes():
     plan = {(1, ops): step_launches(CONFIG, "bfloat16", 1, 512, ops) for ops in ("unfused", "fused")}
     times = {key: {each.name: [10.0] for each in launches} for key, launches in plan.items()}
-    ceilings = replace(H200, ways=straight_ways(H200.read_gbps, 1.0, 2.0, 0.5, 1.5), meeting_us=0.0)
+    us = (1.0, *(size / H200.read_gbps / 1e3 + 2.0 for size in SIZES[1:]))
+    ceilings = replace(H200, ways={way: us[: len(sizes)] for way, sizes in H200.ways.items()}, meeting_us=0.0)
     gains = {row["fused launch"]: row for row in roofline.gains(plan, 1, ceilings, times)}
     gate_up = gains["norm_gate_up"]
     assert gate_up["in place of"] == "norm 2 + gate + up + SiLU · up"
