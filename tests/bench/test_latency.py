@@ -92,9 +92,8 @@ def test_a_picture_and_a_page_are_written_where_asked(bench, folders, tmp_path):
     assert "<td>tg6 @ d0</td>" in page
 
 
-@pytest.mark.parametrize("family", ["llama"])
-def test_formats_stand_side_by_side_and_take_turns(bench, tmp_path, family):
-    folder = tok_b(tiny(tmp_path / family, family, hidden_size=128, intermediate_size=256))
+def test_formats_stand_side_by_side_and_take_turns(bench, tmp_path):
+    folder = tok_b(tiny(tmp_path / "model", hidden_size=128, intermediate_size=256))
     words = ("latency", "--model", folder, *QUICK, "--batch", "1,2", "--weights", "bf16,fp8,int4")
     printed = bench(*words, "--html", tmp_path / "p.html", "--output", tmp_path / "a.md")
     assert printed.code == 0
