@@ -239,7 +239,10 @@ def run(argv: Sequence[str] | None = None) -> int:
         require_ids(ids, source.config.vocab_size)
         _fit(len(ids), config.max_len, source.config.max_position)
 
-    needed = len(ids) + args.max_tokens if args.prompt_ids is not None and args.max_tokens is not None else None
+    needed = None
+    if args.prompt_ids is not None and args.max_tokens is not None:
+        needed = len(ids) + args.max_tokens
+        needed = min(needed, source.config.max_position or needed)
     loaded = load_engine(source, config, needed_len=needed, tokenizer=tokenizer)
     print(*loaded.notes, sep="\n", file=sys.stderr)
     terminal = Terminal(loaded, args, params)
