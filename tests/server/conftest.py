@@ -3,7 +3,6 @@
 import pytest
 
 from tests import checkpoints
-from tests.server.processes import forks
 from tests.server.serving import local_server
 
 END, IM_START, IM_END = 256, 257, 258
@@ -36,13 +35,6 @@ def letters(alphabet_model):
     """`a` to `z`, then the end; `A` never ends. 8 slots of 8192 positions."""
     with local_server(alphabet_model) as server:
         yield server
-
-
-@pytest.fixture(scope="session")
-def fork_server(alphabet_model):
-    """Starts servers as processes, without the seconds that their imports take."""
-    with forks(alphabet_model) as start:
-        yield start
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ def test_pipelined_requests_of_a_client_that_resets_are_all_cancelled(letters, w
 @pytest.mark.parametrize("broken", [b"GARBAGE\r\n\r\n", raw_request(TEXT, b'{"prompt"', "100")])
 def test_no_refusal_stands_in_the_middle_of_a_stream(letters, broken):
     """What a client sent behind a request whose answer streamed, and was no request, was refused between two tokens."""
-    with letters.send(TEXT, stream=True, **ENDLESS) as sock:
+    with slow_steps(letters.engine), letters.send(TEXT, stream=True, **ENDLESS) as sock:
         read_until(sock, lambda data: b'"text":"A"' in data)
         sock.sendall(broken)
         sock.shutdown(socket.SHUT_WR)

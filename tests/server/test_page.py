@@ -352,8 +352,8 @@ def test_the_race_fills_its_table_and_returns_to_the_mode_it_found(visit, four):
 
 @pytest.mark.browser
 class TestTroubles:
-    def test_a_server_that_is_lost_in_the_middle_of_an_answer_is_told(self, visit, words, fork_server):
-        with server_process(words, start=fork_server, prelude=SLOW) as server:
+    def test_a_server_that_is_lost_in_the_middle_of_an_answer_is_told(self, visit, words):
+        with server_process(words, prelude=SLOW) as server:
             page = visit(server)
             ask(page, "A")
             expect(answer(page)).to_contain_text("AAAA")

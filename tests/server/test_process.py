@@ -130,10 +130,10 @@ def test_a_killed_client_frees_its_slot(server):
 
 
 class TestSignals:
-    def test_one_drains_and_ends_with_zero(self, alphabet_model, fork_server):
+    def test_one_drains_and_ends_with_zero(self, alphabet_model):
         """Streams were cut without an end, or the process waited for all of a long answer."""
         flags = ("--shutdown-timeout", str(GRACE), "--max-slots", "2", "--log-level", "warning")
-        with server_process(alphabet_model, *flags, prelude=SLOW, start=fork_server) as server:
+        with server_process(alphabet_model, *flags, prelude=SLOW) as server:
             children = psutil.Process(server.popen.pid).children(recursive=True)
             short = server.send(TEXT, prompt="A", stream=True, max_tokens=100)
             endless = server.send(TEXT, stream=True, **ENDLESS)
@@ -153,15 +153,15 @@ class TestSignals:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", server.port))
 
-    def test_an_idle_server_ends_at_once(self, alphabet_model, fork_server):
-        with server_process(alphabet_model, "--shutdown-timeout", FOR_EVER, start=fork_server) as server:
+    def test_an_idle_server_ends_at_once(self, alphabet_model):
+        with server_process(alphabet_model, "--shutdown-timeout", FOR_EVER) as server:
             server.http.get("/health")  # its connection stays open
             assert server.stop() == 0
         assert "draining" in server.output[-1]
 
-    def test_a_second_one_does_not_wait(self, alphabet_model, fork_server):
+    def test_a_second_one_does_not_wait(self, alphabet_model):
         flags = ("--shutdown-timeout", FOR_EVER)
-        with server_process(alphabet_model, *flags, prelude=SLOW, start=fork_server) as server:
+        with server_process(alphabet_model, *flags, prelude=SLOW) as server:
             endless = server.send(TEXT, stream=True, **ENDLESS)
             read_until(endless, lambda data: b'"text"' in data)
             server.popen.send_signal(signal.SIGINT)
@@ -170,10 +170,10 @@ class TestSignals:
             assert server.popen.wait(DEADLINE) == 128 + signal.SIGINT
 
     @pytest.mark.parametrize("call", ["runtime.engine.Engine.step", "models.tokenizer.Tokenizer.encode"])
-    def test_a_thread_that_hangs_does_not_keep_the_process(self, alphabet_model, fork_server, call):
+    def test_a_thread_that_hangs_does_not_keep_the_process(self, alphabet_model, call):
         """The interpreter cannot end around a thread that is inside a call; the event loop waited for texts of megabytes."""
         hang = f"import time, {call.rsplit('.', 2)[0]}; {call} = lambda self, *how: time.sleep(1000); "
-        with server_process(alphabet_model, "--shutdown-timeout", "0.2", prelude=hang, start=fork_server) as server:
+        with server_process(alphabet_model, "--shutdown-timeout", "0.2", prelude=hang) as server:
             stuck = server.send(TEXT, prompt="A")
             assert server.http.get("/health").status_code == 200
             assert server.stop() == 0
