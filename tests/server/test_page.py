@@ -257,14 +257,14 @@ class TestTheSwitch:
         page = visit(four)
         flip(page, ops="unfused", graph="off")
         table = page.locator("#layer").bounding_box()
-        ask(page, "A", limit=400)
+        ask(page, "A", limit=200)
         until(lambda: middle_ms(page) > 225)
         flip(page, ops="fused", graph="on")
         until(lambda: four.engine.modes.mode == ("fused", True))
         until(lambda: middle_ms(page) < 175)
-        expect(answer(page).locator(".note")).to_contain_text("400 tokens in")
+        expect(answer(page).locator(".note")).to_contain_text("200 tokens in")
         expect(answer(page).locator(".note")).to_contain_text("unfused, eager, then fused, ")
-        expect(answer(page).locator(".text")).to_have_text("A" * 400)
+        expect(answer(page).locator(".text")).to_have_text("A" * 200)
         assert page.locator("#layer").bounding_box() == table
         expect(page.locator("#why")).to_contain_text("Streams stood still for")
 
@@ -421,7 +421,9 @@ class TestTheHouse:
             assert [(each["id"], each["nodes"][0]["html"]) for each in serious] == []
 
     @pytest.mark.parametrize("width", [1440, 390])
-    def test_nothing_jumps_while_an_answer_streams(self, visit, four, width):
+    def test_nothing_jumps_while_an_answer_streams(self, visit, four, width, monkeypatch):
+        for mode in PACE_MS:
+            monkeypatch.setitem(PACE_MS, mode, 4)
         page = visit(four, viewport={"width": width, "height": 844})
         page.evaluate(
             "window.jumps = []; new PerformanceObserver(list => jumps.push(...list.getEntries().map("
