@@ -241,8 +241,8 @@ def run(argv: Sequence[str] | None = None) -> int:
 
     needed = None
     if args.prompt_ids is not None and args.max_tokens is not None:
-        needed = len(ids) + args.max_tokens
-        needed = min(needed, source.config.max_position or needed)
+        bounds = [bound for bound in (config.max_len, source.config.max_position) if bound is not None]
+        needed = min([len(ids) + args.max_tokens, *bounds])  # a longer answer is cut there
     loaded = load_engine(source, config, needed_len=needed, tokenizer=tokenizer)
     print(*loaded.notes, sep="\n", file=sys.stderr)
     terminal = Terminal(loaded, args, params)

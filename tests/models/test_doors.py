@@ -131,8 +131,9 @@ def test_ids_take_the_place_of_a_text(alphabet, capsys):
 def test_an_answer_to_ids_is_cut_at_the_end_of_the_context(tmp_path, capsys):
     """More tokens than fit were refused, with the advice to lower a --max-len that nobody had given."""
     folder = tok_b(tiny(tmp_path, max_position_embeddings=16))
-    assert talk([str(folder), "--prompt-ids", "65,66", "--max-tokens", "100", "--device", "cpu"]) == 0
-    assert "2 prompt tokens, 14 output tokens" in capsys.readouterr().err
+    for flags, tokens in (([], 14), (["--max-len", "8"], 6)):
+        assert talk([str(folder), "--prompt-ids", "65,66", "--max-tokens", "100", "--device", "cpu", *flags]) == 0
+        assert f"2 prompt tokens, {tokens} output tokens" in capsys.readouterr().err
 
 
 def test_a_piped_prompt_is_read_without_its_last_newline(alphabet, capsys, monkeypatch):
