@@ -11,6 +11,7 @@ SAMPLES = [10, 11, 12, 13, 14, 15, 16, 17, 18, 100]
 @pytest.mark.parametrize(("q", "value"), [(0, 10), (50, 14.5), (90, 26.2), (99, 92.62), (100, 100)])
 def test_percentiles_interpolate_linearly(q, value):
     assert percentile(list(reversed(SAMPLES)), q) == pytest.approx(value)
+    assert np.percentile(SAMPLES, q) == pytest.approx(value)
 
 
 def test_one_sample_is_every_percentile_and_has_no_deviation():

@@ -26,7 +26,7 @@ from runtime.errors import QuartetError
 from tests.checkpoints import TINY, tiny, tok_b, write_json
 from tests.rule_n import hugging_face, play, random_ids
 
-SECONDS = 30
+SECONDS = 5
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 96, "vocab_size": 320}
 VALUES: list[Any] = [
     *(None, 0, 1, -1, 2, 3, 7, 8, 64, 2**31, 2**63, 10**40, 0.5, 1.5, 1e-300, 1e300, -0.0, math.nan, math.inf, True, False),

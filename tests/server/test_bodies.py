@@ -140,7 +140,7 @@ def test_thousands_of_wrong_messages_make_one_short_complaint(letters):
     assert letters.refusal(TEXT, content=json.dumps({"prompt": ["a", 1] * 500_000}).encode())[0] == 400
     assert letters.refusal(TEXT, content=json.dumps({"prompt": ["a"] * 1_000_000}).encode())[0] == 400
     assert letters.refusal(TEXT, content=json.dumps({"prompt": "a", "stop": [1] * 500_000}).encode())[0] == 400
-    assert time.process_time() - start < 20  # thirty times what it takes
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("name", ["nope", "", "TEST"])

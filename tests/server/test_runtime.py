@@ -170,7 +170,7 @@ class TestSwitching:
     def test_its_answer_tells_the_new_state(self, four_modes):
         layers = four_modes.engine.model.num_layers
         told = switch(four_modes, ops="fused", graph="on")
-        assert told.pop("stall_ms") >= 0
+        assert 0 <= told.pop("stall_ms") < 1000
         assert (told["kernels_per_layer"], told["launches_per_layer"]) == (4, 5)
         assert (told["launches_per_step"], told["host_launches_per_step"]) == (5 * layers + 3, 1)
         now = four_modes.http.get(RUNTIME).json()
