@@ -86,6 +86,16 @@ def weight_values(w, scales_ptr, r, first, IN: tl.constexpr, GROUP: tl.constexpr
 
 
 @triton.jit
+def load_rows(ptr, r, WANTED: tl.constexpr):
+    """What belongs to rows r, as it is stored; 0 where it is not wanted. For before the wait, so that no block ends with a load
+    from memory, and to be converted where it is used, since a conversion waits for what it converts."""
+    values = 0.0
+    if WANTED:
+        values = tl.load(ptr + r)
+    return values
+
+
+@triton.jit
 def first_slices(weight_ptr, r, norm_ptr, IN: tl.constexpr, K_SLICE: tl.constexpr, AHEAD: tl.constexpr, FP8: tl.constexpr):
     """Ask for the first AHEAD slices of rows r and of the norm's weight (norm_ptr None: there is none), for `stream_rows`."""
     tile = weight_ptr + r[:, None] * IN + tl.arange(0, K_SLICE)[None, :]
@@ -103,6 +113,7 @@ def first_slices(weight_ptr, r, norm_ptr, IN: tl.constexpr, K_SLICE: tl.constexp
 def stream_rows(
     w,
     g,
+    scales,
     weight_ptr,
     scales_ptr,
     r,
@@ -114,8 +125,8 @@ def stream_rows(
     GROUP: tl.constexpr,
 ):
     """Rows r of the weights times x `[IN]` (times the norm's weight, unless norm_ptr is None): `[ROWS]` float32, and the sum of
-    x². w, g: from `first_slices`. With each slice that is used one more is asked for, so that a thread always has AHEAD on
-    their way. No weight load is masked: what is left behind the last whole slice comes in powers of two.
+    x². w, g, scales: from `first_slices` and `load_rows`. With each slice that is used one more is asked for, so that a thread
+    always has AHEAD on their way. No weight load is masked: what is left behind the last whole slice comes in powers of two.
     """
     FP8: tl.constexpr = scales_ptr is not None
     SLICES: tl.constexpr = IN // K_SLICE
@@ -142,7 +153,7 @@ def stream_rows(
                 total, square, weight_ptr, scales_ptr, r, x_ptr, norm_ptr, IN, 1 << (15 - i), IN % (2 << (15 - i)), GROUP
             )
     if FP8 and GROUP == 0:
-        total *= tl.load(scales_ptr + r)
+        total *= scales
     return total, square
 
 
@@ -299,6 +310,7 @@ def tokens_dot(
     """
     FP8: tl.constexpr = scales_ptr is not None
     k = tl.arange(0, K_SLICE)
+    scales = load_rows(scales_ptr, r, FP8 and GROUP == 0)
     acc = tl.zeros((r.shape[0], b.shape[0]), tl.float32)
     factor = tl.zeros((b.shape[0],), tl.float32)
     next_x = tl.zeros((b.shape[0], K_SLICE), x_ptr.dtype.element_ty)
@@ -323,7 +335,7 @@ def tokens_dot(
         x = _load_tokens(x_ptr, DONE, live & inside[None, :], IN, K_SLICE, FP8)
         acc = _slice_dot(acc, w, x, scales_ptr, r, DONE, IN, GROUP, DOT_DTYPE)
     if FP8 and GROUP == 0:
-        acc *= tl.load(scales_ptr + r)[:, None]
+        acc *= scales[:, None]
     if PARTS > 0:
         acc *= factor[None, :]
     return acc

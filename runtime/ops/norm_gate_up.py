@@ -11,6 +11,7 @@ from runtime.ops._gemv import (
     first_slices,
     launch_options,
     let_next_start,
+    load_rows,
     operands,
     stream_rows,
     tokens_dot,
@@ -21,13 +22,7 @@ from runtime.ops.configs import Tile
 
 
 @triton.jit
-def _silu_mul(gate, up, bias_ptr, row, r, n, axis: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """silu(gate + its bias) * (up + its bias); rows of gate and up run along the first axis."""
-    if HAS_BIAS:
-        gate_bias = tl.load(bias_ptr + row + r).to(tl.float32)
-        up_bias = tl.load(bias_ptr + n + row + r).to(tl.float32)
-        gate += tl.expand_dims(gate_bias, axis) if axis else gate_bias
-        up += tl.expand_dims(up_bias, axis) if axis else up_bias
+def _silu_mul(gate, up):
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -57,13 +52,16 @@ def _norm_gate_up_kernel(
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
     w, g = first_slices(weight_ptr, both, norm_ptr, IN, K_SLICE, AHEAD, scales_ptr is not None)
+    scales = load_rows(scales_ptr, both, scales_ptr is not None and GROUP == 0)
+    bias = load_rows(bias_ptr + row, both, HAS_BIAS)
     wait_for_previous(PDL)
-    total, square = stream_rows(w, g, weight_ptr, scales_ptr, both, x_ptr, norm_ptr, IN, K_SLICE, AHEAD, GROUP)
+    total, square = stream_rows(w, g, scales, weight_ptr, scales_ptr, both, x_ptr, norm_ptr, IN, K_SLICE, AHEAD, GROUP)
     total *= tl.rsqrt(square / IN + eps)
+    if HAS_BIAS:
+        total += bias.to(tl.float32)
     gate, up = tl.split(tl.trans(tl.reshape(total, [2, ROWS])))
     r = tl.arange(0, ROWS)
-    out = _silu_mul(gate, up, bias_ptr, row, r, n, 0, HAS_BIAS)
-    tl.store(out_ptr + row + r, out.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row + r, _silu_mul(gate, up).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["batch", "n"])
@@ -98,13 +96,16 @@ def _norm_gate_up_batch_kernel(
     weight_ptr += row.to(tl.int64) * IN
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
+    bias = load_rows(bias_ptr + row, both, HAS_BIAS)
     acc = tokens_dot(
         *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, both, b, live, 0, IN // K_SLICE, block * STAGGER, IN, eps),
         *(IN, PARTS, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),
     )
+    if HAS_BIAS:
+        acc += bias.to(tl.float32)[:, None]
     gate, up = tl.split(tl.permute(tl.reshape(acc, [2, ROWS, TOKENS]), (1, 2, 0)))
     r = tl.arange(0, ROWS)
-    out = _silu_mul(gate, up, bias_ptr, row, r, n, 1, HAS_BIAS).to(out_ptr.dtype.element_ty)
+    out = _silu_mul(gate, up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + b[None, :] * n + row + r[:, None], out, mask=live[None, :])
 
 

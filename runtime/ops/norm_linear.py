@@ -16,6 +16,7 @@ from runtime.ops._gemv import (
     first_slices,
     launch_options,
     let_next_start,
+    load_rows,
     operands,
     stream_rows,
     tokens_dot,
@@ -50,11 +51,13 @@ def _norm_linear_kernel(
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
     w, g = first_slices(weight_ptr, r, norm_ptr, IN, K_SLICE, AHEAD, scales_ptr is not None)
+    scales = load_rows(scales_ptr, r, scales_ptr is not None and GROUP == 0)
+    bias = load_rows(bias_ptr + row, r, HAS_BIAS)
     wait_for_previous(PDL)
-    total, square = stream_rows(w, g, weight_ptr, scales_ptr, r, x_ptr, norm_ptr, IN, K_SLICE, AHEAD, GROUP)
+    total, square = stream_rows(w, g, scales, weight_ptr, scales_ptr, r, x_ptr, norm_ptr, IN, K_SLICE, AHEAD, GROUP)
     total *= tl.rsqrt(square / IN + eps)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + row + r).to(tl.float32)
+        total += bias.to(tl.float32)
     tl.store(out_ptr + row + r, total)
 
 
@@ -89,12 +92,13 @@ def _norm_linear_batch_kernel(
     weight_ptr += row.to(tl.int64) * IN
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
+    bias = load_rows(bias_ptr + row, r, HAS_BIAS)
     acc = tokens_dot(
         *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, r, b, live, 0, IN // K_SLICE, block * STAGGER, IN, eps),
         *(IN, PARTS, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),
     )
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + row + r).to(tl.float32)[:, None]
+        acc += bias.to(tl.float32)[:, None]
     tl.store(out_ptr + b[None, :].to(tl.int64) * n + row + r[:, None], acc, mask=live[None, :])
 
 

@@ -14,6 +14,7 @@ from runtime.ops._gemv import (
     first_slices,
     launch_options,
     let_next_start,
+    load_rows,
     operands,
     stream_rows,
     tokens_dot,
@@ -47,11 +48,13 @@ def _proj_residual_kernel(
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
     w, g = first_slices(weight_ptr, r, None, IN, K_SLICE, AHEAD, scales_ptr is not None)
+    scales = load_rows(scales_ptr, r, scales_ptr is not None and GROUP == 0)
+    bias = load_rows(bias_ptr + row, r, HAS_BIAS)
     wait_for_previous(PDL)
     residual = tl.load(x_ptr + row + r).to(tl.float32)
-    total, _ = stream_rows(w, g, weight_ptr, scales_ptr, r, a_ptr, None, IN, K_SLICE, AHEAD, GROUP)
+    total, _ = stream_rows(w, g, scales, weight_ptr, scales_ptr, r, a_ptr, None, IN, K_SLICE, AHEAD, GROUP)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + row + r).to(tl.float32)
+        total += bias.to(tl.float32)
     tl.store(out_ptr + row + r, (residual + total).to(out_ptr.dtype.element_ty))
 
 
@@ -97,6 +100,7 @@ def _proj_residual_batch_kernel(
     slices = tl.minimum(SLICES - start, SHARE)
     start *= K_SLICE
     end = tl.where(split == SPLITS - 1, IN, 0)
+    bias, g = load_rows(bias_ptr + row, r, HAS_BIAS), tl.load(norm_ptr + row + r)
     acc = tokens_dot(
         *(a_ptr, None, weight_ptr, scales_ptr, r, b, live, start, slices, block * STAGGER, end, 0.0),
         *(IN, 0, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),
@@ -117,7 +121,7 @@ def _proj_residual_batch_kernel(
             tl.store(counter_ptr + block, 0)
     if last:
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + row + r).to(tl.float32)[:, None]
+            acc += bias.to(tl.float32)[:, None]
         at = b[None, :] * n + row + r[:, None]
         acc += tl.load(x_ptr + at, mask=live[None, :], other=0.0).to(tl.float32)
         x = acc.to(out_ptr.dtype.element_ty)
@@ -125,8 +129,7 @@ def _proj_residual_batch_kernel(
         # The next norm begins here: x * norm, and this block's part of the sum of x² (rows it shares with the block before
         # are counted there).
         x = x.to(tl.float32)
-        g = tl.load(norm_ptr + row + r).to(tl.float32)[:, None]
-        tl.store(scaled_ptr + at, (x * g * SCALE).to(out_ptr.dtype.element_ty), mask=live[None, :])
+        tl.store(scaled_ptr + at, (x * g.to(tl.float32)[:, None] * SCALE).to(out_ptr.dtype.element_ty), mask=live[None, :])
         own = (row + r >= block * ROWS)[:, None]
         tl.store(squares_ptr + block * TOKENS + b, tl.sum(tl.where(own, x * x, 0.0), 0))
 
