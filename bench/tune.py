@@ -49,7 +49,7 @@ def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int, weights: s
     of_layers = 1 if weights == "fp8" and itemsize == 2 else itemsize
     sizes = [of_layers] * 4 + [itemsize]  # the LM head is dense
     tiles: dict[TileKey, Any] = {
-        TileKey.of(kernel, steps.batch, out, width, size): tile_for(kernel, out, width, steps.batch, size, pdl=pdl)
+        TileKey.of(kernel, steps.batch, out, width, size): tile_for(kernel, out, width, steps.batch, size)
         for (kernel, out, width), size in zip(keys, sizes, strict=True)
     }
     attention = attention_tile(steps.attention, steps.batch, itemsize)
@@ -79,9 +79,18 @@ def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callab
 
 def neighbours(tile: Any, key: TileKey) -> Iterator[Any]:
     """Tiles one move away: a number halved or doubled, a switch turned, within what the kernels allow."""
-    most = {"warps": 16, "stages": 8, "splits": 8, "block": 256, "min_keys": 512, "blocks_per_sm": 8, "ahead": 16}
+    most = {
+        "warps": 16,
+        "stages": 8,
+        "splits": 8,
+        "block": 256,
+        "min_keys": 512,
+        "blocks_per_sm": 8,
+        "ahead": 16,
+        "registers": 240,
+    }
     single, attention = key.rows == "single", key.kernel == "attention"
-    least = {} if single or attention else {"rows": 16, "k_slice": 16}
+    least = {"registers": 48} if single or attention else {"rows": 16, "k_slice": 16}
     if not attention:
         most |= {"rows": min(256, key.out), "k_slice": key.width}
         if single:
@@ -96,7 +105,7 @@ def neighbours(tile: Any, key: TileKey) -> Iterator[Any]:
         for move in moves:
             if isinstance(move, bool) or least.get(each.name, 1) <= move <= most.get(each.name, 1 << 30):
                 found = replace(tile, **{each.name: move})
-                if not isinstance(found, Tile) or fits(found, key.out, key.width, single, key.itemsize):
+                if not isinstance(found, Tile) or fits(found, key.kernel, key.out, key.width, single, key.itemsize):
                     yield found
 
 

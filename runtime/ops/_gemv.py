@@ -26,8 +26,9 @@ of all rows at once, and meet in the same memory channels."""
 
 @dataclass(frozen=True)
 class Scaled:
-    """A batch's residual stream on its way into a norm, made by the launch that made x: x times the norm's weight in x's dtype
-    `[16, C]`, and partial sums of x² `[parts, 16]` float32. Rows from the batch on mean nothing.
+    """The residual stream on its way into a norm, made by the launch that made x: x times the norm's weight in x's dtype
+    `[16, C]`, and partial sums of x² `[parts, 16]` float32; one row's `[1, C]` and `[parts, 1]`. Rows from the batch on mean
+    nothing.
 
     `scale` is multiplied in as well: in float16, x times a weight could overflow where the norm of it does not.
     """
@@ -37,11 +38,11 @@ class Scaled:
     scale: float
 
     @classmethod
-    def make(cls, width: int, dtype: torch.dtype, device: torch.device, parts: int) -> "Scaled":
-        """For x of `width` features, written in `parts` blocks."""
+    def make(cls, width: int, dtype: torch.dtype, device: torch.device, parts: int, tokens: int = TOKENS) -> "Scaled":
+        """For x of `width` features, written in `parts` blocks; `tokens`: 16 for any batch, or 1."""
         return cls(
-            torch.zeros((TOKENS, width), dtype=dtype, device=device),
-            torch.zeros((triton.next_power_of_2(parts), TOKENS), dtype=torch.float32, device=device),
+            torch.zeros((tokens, width), dtype=dtype, device=device),
+            torch.zeros((triton.next_power_of_2(parts), tokens), dtype=torch.float32, device=device),
             2.0**-6 if dtype == torch.float16 else 1.0,
         )
 

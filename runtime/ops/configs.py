@@ -21,6 +21,11 @@ class Tile:
         warps, stages: Triton's; batches keep one slice less than stages on their way and ask for those before the wait.
         splits: blocks that share a row's in features; proj_residual's batches only.
         ahead: slices that a thread keeps on their way and asks for before the wait; one row only.
+        registers: a thread's at most, so that more blocks fit beside each other; one row of `multiplies` only. None: as many
+            as the compiler wants.
+
+    One row of `multiplies` (token_linear): k_slice is what the warps take of a row together, 256 each; warps left over take
+    other rows of the block, a pair or more each (for norm_gate_up: of a row of gate and one of up).
     """
 
     rows: int
@@ -29,29 +34,17 @@ class Tile:
     stages: int
     splits: int = 1
     ahead: int = 2
+    registers: int | None = None
 
+
+PIECE = 256
+"""In features that a warp takes of a row at a time, where tensor cores multiply one row."""
 
 SINGLE: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(4, 256, 1, 1, ahead=4),
-    ("norm_linear", 6144, 4096): Tile(2, 256, 1, 1, ahead=8),
-    ("norm_linear", 32000, 4096): Tile(2, 4096, 4, 1),
-    ("norm_linear", 128256, 4096): Tile(2, 4096, 4, 1),
-    ("proj_residual", 4096, 4096): Tile(8, 2048, 4, 1, ahead=1),
-    ("norm_gate_up", 11008, 4096): Tile(1, 1024, 4, 1, ahead=4),
-    ("norm_gate_up", 14336, 4096): Tile(1, 4096, 4, 1),
-    ("proj_residual", 4096, 11008): Tile(2, 256, 1, 1, ahead=4),
-    ("proj_residual", 4096, 14336): Tile(2, 256, 1, 1, ahead=4),
+    ("norm_linear", 12288, 4096): Tile(8, PIECE, 1, 1, ahead=3, registers=168),
 }
-"""Batch 1 on an H200, by kernel, out features (F for norm_gate_up) and in features; bfloat16 weights. With a warp
-a block, all blocks of the down projection are on the GPU at once, each with 4 KB on their way."""
-
-SINGLE_ALONE: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(8, 1024, 4, 1, ahead=1),
-    ("norm_linear", 6144, 4096): Tile(4, 4096, 4, 1),
-    ("norm_gate_up", 11008, 4096): Tile(2, 4096, 8, 1),
-    ("norm_gate_up", 14336, 4096): Tile(2, 4096, 8, 1),
-}
-"""Batch 1 without programmatic dependent launch: no kernel comes in behind a long last wave."""
+"""Batch 1 on an H200, by kernel, out features (F for norm_gate_up) and in features; weights of two bytes. What else was timed
+has the rule's tiles."""
 
 BATCH: dict[tuple[Kernel, int, int], Tile] = {
     ("norm_linear", 12288, 4096): Tile(64, 256, 4, 3),
@@ -95,7 +88,7 @@ PROCESSORS = 132
 
 
 @cache
-def tile_for(kernel: Kernel, n: int, width: int, batch: int, itemsize: int, blocks: bool = False, pdl: bool = True) -> Tile:
+def tile_for(kernel: Kernel, n: int, width: int, batch: int, itemsize: int, blocks: bool = False) -> Tile:
     """The tile of a kernel with weights `[n, width]` (n of gate alone for norm_gate_up) of `itemsize` bytes, for `batch` rows;
     itemsize 4 also of smaller weights, where x is float32. `blocks`: FP8 weights with scales for blocks of in features."""
     shape = (kernel, n, width)
@@ -104,12 +97,15 @@ def tile_for(kernel: Kernel, n: int, width: int, batch: int, itemsize: int, bloc
     if blocks and itemsize == 1:  # longer slices spill under triton 3.6, a warp alone under 3.9
         rows = 1 if kernel == "norm_gate_up" else 2
         return Tile(min(rows, _floor_power(n)), min(512, _floor_power(width)), 2, 1, ahead=1)
-    if itemsize == 2 and not pdl and shape in SINGLE_ALONE:
-        return SINGLE_ALONE[shape]
     timed = {1: FP8_SINGLE, 2: SINGLE, 4: {}}[itemsize].get(shape)
     if timed is None and itemsize == 1:
         return _fp8_single_rule(kernel, n, width)
-    return timed or _single_rule(kernel, n, width, itemsize, pdl)
+    return timed or _single_rule(kernel, n, width, itemsize)
+
+
+def multiplies(itemsize: int, width: int) -> bool:
+    """Whether tensor cores multiply one row of x, of `itemsize` bytes a number, with dense weights `[n, width]`."""
+    return itemsize == 2 and width % PIECE == 0
 
 
 def _fp8_single_rule(kernel: Kernel, n: int, width: int) -> Tile:
@@ -118,15 +114,34 @@ def _fp8_single_rule(kernel: Kernel, n: int, width: int) -> Tile:
     return Tile(min(2 if kernel == "norm_gate_up" else 4, _floor_power(n)), k_slice, max(1, k_slice // 1024), 1)
 
 
-def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int, pdl: bool) -> Tile:
-    """A warp a block, 16 bytes a thread, and four slices on their way; rows as registers allow. Without PDL, whole rows in one
-    slice for what follows a norm, where a row is a power of two."""
-    if kernel != "proj_residual" and not pdl and width & (width - 1) == 0 and 1024 <= width <= 4096:
-        return Tile(min(1 if kernel == "norm_gate_up" else 2, n), width, 4, 1)
+def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
+    """By tensor cores: a pair of rows a warp, or two, and registers that leave room for the next kernel's blocks; the warps of
+    a block share a row after a norm, where many blocks follow each other, and take rows of their own elsewhere. Else: a warp a
+    block, 16 bytes a thread, and four slices on their way; rows as registers allow."""
+    if multiplies(itemsize, width):
+        shared = width % (4 * PIECE) == 0
+        if kernel == "proj_residual":
+            tile = (
+                Tile(16, PIECE, 8, 1, ahead=8, registers=128) if width > 8192 else Tile(8, PIECE, 4, 1, ahead=5, registers=96)
+            )
+        elif kernel == "norm_gate_up":
+            tile = Tile(2, 4 * PIECE, 4, 1, ahead=2, registers=96) if shared else Tile(4, PIECE, 4, 1, ahead=6, registers=96)
+        elif n > 16384:  # an LM head
+            tile = Tile(2, 4 * PIECE, 4, 1, ahead=4, registers=64) if shared else Tile(8, PIECE, 4, 1, ahead=5, registers=104)
+        else:
+            tile = Tile(8, PIECE, 4, 1, ahead=4, registers=72)
+        return _cut_to(tile, kernel, n)
     if width > 16384 and itemsize == 2:  # more than 64 slices spill under triton 3.9
         return Tile(min(2, n), 512, 2, 1, ahead=4)
     rows = {"norm_linear": 4, "proj_residual": 2, "norm_gate_up": 2}[kernel] * 2 // itemsize
     return Tile(min(max(rows, 1), _floor_power(n)), min(_floor_power(width), 256), 1, 1, ahead=4)
+
+
+def _cut_to(tile: Tile, kernel: Kernel, n: int) -> Tile:
+    """The tile with no more rows than there are, and no warp without a pair of them."""
+    rows = min(tile.rows, _floor_power(n))
+    shared = tile.k_slice // PIECE
+    return replace(tile, rows=rows, warps=min(tile.warps, rows // (1 if kernel == "norm_gate_up" else 2) * shared))
 
 
 def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
@@ -160,13 +175,17 @@ def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
     return Tile(rows, k_slice, 4, stages, splits)
 
 
-def fits(tile: Tile, n: int, width: int, single: bool, itemsize: int) -> bool:
+def fits(tile: Tile, kernel: str, n: int, width: int, single: bool, itemsize: int) -> bool:
     """Whether a tile is one for weights `[n, width]`, as its attributes say, and leaves no split without a slice."""
     powers = (tile.rows, tile.k_slice, tile.warps)
     if any(each & (each - 1) for each in powers) or min(*powers, tile.stages, tile.splits) < 1:
         return False
     if tile.rows > n or tile.k_slice > width:
         return False
+    if single and multiplies(itemsize, width):
+        pair = 1 if kernel == "norm_gate_up" else 2
+        whole = tile.k_slice % PIECE == 0 and width % tile.k_slice == 0 and tile.warps * PIECE >= tile.k_slice
+        return whole and tile.ahead > 0 and tile.rows * tile.k_slice >= pair * tile.warps * PIECE
     if single:
         return tile.ahead > 0
     least, most = (32, 512) if itemsize == 1 else (16, width)

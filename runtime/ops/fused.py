@@ -11,7 +11,7 @@ from torch import Tensor
 from runtime.ops import Attention, Linear, Rows, SlotState
 from runtime.ops._gemv import TOKENS, Scaled
 from runtime.ops.attention import AttentionScratch, AttentionTile, attention_tile, decode_attention
-from runtime.ops.configs import Kernel, Tile, tile_for
+from runtime.ops.configs import Kernel, Tile, multiplies, tile_for
 from runtime.ops.embed import embed, embed_blocks
 from runtime.ops.fp8 import Fp8
 from runtime.ops.lowbit import TILE_ROWS, LowBit
@@ -19,6 +19,7 @@ from runtime.ops.lowbit_linear import begun_token, lowbit_linear, lowbit_tile
 from runtime.ops.norm_gate_up import norm_gate_up
 from runtime.ops.norm_linear import norm_linear
 from runtime.ops.proj_residual import proj_residual
+from runtime.ops.token_linear import token_linear
 from runtime.ops.tuned import TileKey, Tiles
 
 
@@ -65,8 +66,8 @@ class FusedOps:
         batch, width = len(slot_of_row), table.shape[1]
         x = self._buffer("embedded", (batch, width), table)
         rows = Rows(*(self._buffer(name, (batch,), slot_of_row) for name in ("slots", "positions")))
-        begins = batch > 1 or isinstance(next_proj.weight, LowBit)
-        scaled = self._begin_norm(x, next_norm, "embed", embed_blocks(width)) if begins else None
+        raised = isinstance(next_proj.weight, LowBit)
+        scaled = self._begin_norm(x, next_norm, "embed", embed_blocks(width), raised) if self._begins(x, raised) else None
         embed(slot_of_row, state, table, x, rows, next_norm, scaled)
         return x, rows
 
@@ -98,10 +99,13 @@ class FusedOps:
             return self._lowbit(a, proj, out, next_norm=next_norm, residual=x)
         tile = self._tile("proj_residual", a, proj)
         blocks = -(-proj.weight.shape[0] // tile.rows)
+        scaled = self._begin_norm(out, next_norm, "proj_residual", blocks) if self._begins(x) else None
+        if self._multiplies(a, proj):
+            how = (self.pdl, self.interpreted)
+            return token_linear(a, proj, out, tile, *how, residual=x, next_norm=next_norm, next_scaled=scaled)
         cells = blocks * tile.splits * tile.rows * TOKENS if len(a) > 1 and tile.splits > 1 else 1
         partial = self._buffer("partial", (cells,), x, torch.float32)
         counter = self._buffer("counter", (blocks,), x, torch.int32)
-        scaled = self._begin_norm(out, next_norm, "proj_residual", blocks) if len(a) > 1 else None
         return proj_residual(a, proj, x, next_norm, scaled, out, partial, counter, tile, self.pdl, self.interpreted)
 
     def norm_gate_up(self, x: Tensor, norm: Tensor, gate_up: Linear, eps: float) -> Tensor:
@@ -110,7 +114,9 @@ class FusedOps:
         if isinstance(gate_up.weight, LowBit):
             return self._lowbit(x, gate_up, out, norm=norm, eps=eps, gated=True)
         tile = self._tile("norm_gate_up", x, gate_up)
-        begun = self._begun(x, norm) if len(x) > 1 else None
+        begun = self._begun(x, norm) if self._begins(x) else None
+        if self._multiplies(x, gate_up):
+            return token_linear(x, gate_up, out, tile, self.pdl, self.interpreted, scaled=begun, eps=eps, gated=True)
         return norm_gate_up(x, norm, begun, gate_up, eps, out, tile, self.pdl, self.interpreted)
 
     def norm_lm_head(self, x: Tensor, norm: Tensor, lm_head: Linear, eps: float) -> Tensor:
@@ -121,7 +127,9 @@ class FusedOps:
         if isinstance(linear.weight, LowBit):
             return self._lowbit(x, linear, out, norm=norm, eps=eps, full_edge=full_edge)
         tile = self._tile("norm_linear", x, linear)
-        begun = self._begun(x, norm) if len(x) > 1 else None
+        begun = self._begun(x, norm) if self._begins(x) else None
+        if self._multiplies(x, linear):
+            return token_linear(x, linear, out, tile, self.pdl, self.interpreted, scaled=begun, eps=eps, full_edge=full_edge)
         return norm_linear(x, norm, begun, linear, eps, out, tile, self.pdl, self.interpreted, full_edge)
 
     def _lowbit(
@@ -141,19 +149,31 @@ class FusedOps:
         if norm is not None:
             how["scaled"] = self._begun(x, norm)
         if next_norm is not None:
-            how |= {"next_norm": next_norm, "next_scaled": self._begin_norm(out, next_norm, "proj_residual", programs)}
+            how |= {"next_norm": next_norm, "next_scaled": self._begin_norm(out, next_norm, "proj_residual", programs, True)}
         if tile.splits > 1:
             cells = programs * tile.splits * tile.blocks * TILE_ROWS * TOKENS
             how["partial"] = self._buffer("partial", (cells,), x, torch.float32)
             how["counter"] = self._buffer("counter", (programs,), x, torch.int32)
         return lowbit_linear(x, linear, out, tile, self.pdl, self.interpreted, **how)
 
-    def _begin_norm(self, x: Tensor, norm: Tensor, by: str, blocks: int) -> Scaled:
-        """Where the launch that makes x, in `blocks` blocks, begins the norm that comes next."""
+    @staticmethod
+    def _begins(x: Tensor, lowbit: bool = False) -> bool:
+        """Whether the launch that makes x begins the norm that comes next: that of a batch, and one row's but in float32."""
+        return len(x) > 1 or lowbit or x.element_size() == 2
+
+    @staticmethod
+    def _multiplies(x: Tensor, linear: Linear) -> bool:
+        """Whether token_linear has the product."""
+        return len(x) == 1 and isinstance(linear.weight, Tensor) and multiplies(x.element_size(), x.shape[1])
+
+    def _begin_norm(self, x: Tensor, norm: Tensor, by: str, blocks: int, lowbit: bool = False) -> Scaled:
+        """Where the launch that makes x, in `blocks` blocks, begins the norm that comes next; `lowbit`: for INT4 weights."""
         key = (by, blocks, x.shape[1], x.dtype, len(x) > 1)
         if key not in self._scaled:
-            make = Scaled.make if len(x) > 1 else begun_token
-            self._scaled[key] = make(x.shape[1], x.dtype, x.device, blocks)
+            like = (x.shape[1], x.dtype, x.device, blocks)
+            self._scaled[key] = (
+                begun_token(*like) if lowbit and len(x) == 1 else Scaled.make(*like, TOKENS if len(x) > 1 else 1)
+            )
         self._in_norm = (x, norm, self._scaled[key])
         return self._scaled[key]
 
@@ -186,4 +206,4 @@ class FusedOps:
         chosen = self.tiles.get(TileKey.of(kernel, len(x), n, x.shape[1], itemsize))
         assert chosen is None or isinstance(chosen, Tile)
         blocks = isinstance(weight, Fp8) and weight.group > 0
-        return chosen or tile_for(kernel, n, x.shape[1], len(x), itemsize, blocks, self.pdl)
+        return chosen or tile_for(kernel, n, x.shape[1], len(x), itemsize, blocks)

@@ -116,9 +116,10 @@ def norm_linear(
 ) -> Tensor:
     """x `[B, C]` -> out `[B, N]` float32 = linear(RMSNorm(x) * norm), never rounded. All contiguous; B is 1 to 16.
 
-    The norm costs no pass. B = 1 streams rows through registers: a block sums x² while it streams its rows and scales its sums
-    at the end; its first weight tile is loaded before the wait. Above, weights are the M side of `tl.dot` and tokens the N
-    side, so weights are read once for all rows; x comes as `scaled`, multiplied with norm by the launch that made x.
+    The norm costs no pass. B = 1, what token_linear leaves, streams rows through registers: a block sums x² while it streams
+    its rows and scales its sums at the end; its first weight tile is loaded before the wait. Above, weights are the M side of
+    `tl.dot` and tokens the N side, so weights are read once for all rows; x comes as `scaled`, multiplied with norm by the
+    launch that made x.
     `full_edge` launches without the PDL attribute: the kernel starts when the one before has ended, and lets the next start.
     `interpreted` computes products in float32, for Triton's interpreter.
     Bytes: N * C weights, once; x (C a row, by every block) and out stay in L2. Torch twin: `F.rms_norm`, then `F.linear`.

@@ -32,8 +32,12 @@ def _proj_residual_kernel(
     scales_ptr,
     x_ptr,
     out_ptr,
+    norm_ptr,
+    scaled_ptr,
+    squares_ptr,
     n,
     IN: tl.constexpr,
+    SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -50,12 +54,19 @@ def _proj_residual_kernel(
     w, g = first_slices(weight_ptr, r, None, IN, K_SLICE, AHEAD, scales_ptr is not None)
     scales = load_rows(scales_ptr, r, scales_ptr is not None and GROUP == 0)
     bias = load_rows(bias_ptr + row, r, HAS_BIAS)
+    next_g = load_rows(norm_ptr, row + r, norm_ptr is not None)
     wait_for_previous(PDL)
     residual = tl.load(x_ptr + row + r).to(tl.float32)
     total, _ = stream_rows(w, g, scales, weight_ptr, scales_ptr, r, a_ptr, None, IN, K_SLICE, AHEAD, GROUP)
     if HAS_BIAS:
         total += bias.to(tl.float32)
-    tl.store(out_ptr + row + r, (residual + total).to(out_ptr.dtype.element_ty))
+    x = (residual + total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row + r, x)
+    if norm_ptr is not None:  # as in a batch
+        x = x.to(tl.float32)
+        tl.store(scaled_ptr + row + r, (x * next_g.to(tl.float32) * SCALE).to(out_ptr.dtype.element_ty))
+        own = row + r >= tl.program_id(0) * ROWS
+        tl.store(squares_ptr + tl.program_id(0), tl.sum(tl.where(own, x * x, 0.0), 0))
 
 
 @triton.jit(do_not_specialize=["batch", "n"])
@@ -150,9 +161,10 @@ def proj_residual(
     """a `[B, in]`, x `[B, C]` -> out `[B, C]` = x + proj(a), summed in float32, rounded once. out must not be x: rows that the
     last two blocks share are written twice. All contiguous; B is 1 to 16.
 
-    B = 1 streams rows; above, `tl.dot` with the weights on the M side, and in features split over `tile.splits` blocks where
-    rows alone make too few blocks; the next norm, of weight `norm [C]`, is begun in `scaled`. Scratch, used where tile.splits
-    > 1: partial float32 (blocks * splits * rows * 16), counter int32 (blocks), zero between launches.
+    B = 1 streams rows, here those that token_linear leaves; above, `tl.dot` with the weights on the M side, and in features
+    split over `tile.splits` blocks where rows alone make too few blocks. The next norm, of weight `norm [C]`, is begun in
+    `scaled` (one row: None where it is not). Scratch, used where tile.splits > 1: partial float32 (blocks * splits * rows *
+    16), counter int32 (blocks), zero between launches.
     Bytes: C * in weights, once; a, x, out and the partials stay in L2. Torch twin: `x + F.linear(a, ...)`.
     """
     batch, n = len(a), proj.weight.shape[0]
@@ -161,7 +173,9 @@ def proj_residual(
     blocks = triton.cdiv(n, tile.rows)
     if batch == 1:
         options = launch_options(tile.warps, 1, pdl)
-        _proj_residual_kernel[(blocks,)](a, *weights, x, out, n, **shape, **options)
+        begun = (None, None, None) if scaled is None else (norm, scaled.x, scaled.squares)
+        shape |= {"SCALE": scaled.scale if scaled is not None else 1.0}
+        _proj_residual_kernel[(blocks,)](a, *weights, x, out, *begun, n, **shape, **options)
     else:
         assert scaled is not None
         shape |= {"SPLITS": tile.splits, "TOKENS": TOKENS}

@@ -49,7 +49,7 @@ def load_tuned(gpu_name: str, path: Path | None = None) -> Tiles:
             kernel, rows, *sizes = name.split("/")
             key = TileKey(kernel, rows, *map(int, sizes))
             found[key] = tile = AttentionTile(**fields) if kernel == "attention" else Tile(**fields)
-            if isinstance(tile, Tile) and not fits(tile, key.out, key.width, key.rows == "single", key.itemsize):
+            if isinstance(tile, Tile) and not fits(tile, key.kernel, key.out, key.width, key.rows == "single", key.itemsize):
                 raise ValueError(f"{name} cannot be cut by {tile}")
     except FileNotFoundError:
         pass

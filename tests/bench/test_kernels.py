@@ -1,6 +1,5 @@
 """`bench kernels` and its tuner: the table, the search over tiles on a made-up clock, the file it leaves."""
 
-import itertools
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -204,6 +203,6 @@ WIDTHS = (32, 48, 64, 100, 128, 192, 200, 576, 896, 1536, 2176, 3584, 4864, 1100
 def test_the_tile_of_any_shape_is_one_for_it(kernel, batch, itemsize):
     for width in WIDTHS:
         for n in (*WIDTHS, 17, 49152, 152064):
-            for blocks, pdl in itertools.product((False, itemsize == 1 and width % 128 == 0), (False, True)):
-                tile = configs.tile_for(kernel, n, width, batch, itemsize, blocks, pdl)
-                assert configs.fits(tile, n, width, batch == 1, itemsize), (n, width, tile)
+            for blocks in {False, itemsize == 1 and width % 128 == 0}:
+                tile = configs.tile_for(kernel, n, width, batch, itemsize, blocks)
+                assert configs.fits(tile, kernel, n, width, batch == 1, itemsize), (n, width, tile)

@@ -26,8 +26,8 @@ WINDOWED = "mistral-7b-v0.1"
 CALLS = ("embed", "norm_qkv_rope", "attention", "o_proj", "norm_gate_up", "down_proj", "norm_lm_head", "sample")
 GEMVS = ("norm_qkv_rope", "o_proj", "norm_gate_up", "down_proj", "norm_lm_head")
 
-STEADY = {"norm_ptr", "weight_ptr", "slots_ptr", "positions_ptr", "k_ptr", "v_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr"} | {
-    "k_norm_ptr", "temperature_ptr", "seed_ptr", "choice_ptr"
+STEADY = {"norm_ptr", "weight_ptr", "bias_ptr", "scales_ptr", "slots_ptr", "positions_ptr", "k_ptr", "v_ptr"} | {
+    "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr", "temperature_ptr", "seed_ptr", "choice_ptr"
 }  # fmt: skip
 """What no kernel writes while the one before it may still run. Of the cache that holds for earlier positions."""
 
@@ -62,7 +62,7 @@ def fits(compiled: Compiled) -> None:
 
 
 def nearly_fits(compiled: Compiled) -> None:
-    """`fits` with Triton 3.6, which the tiles of FP8 were timed with; the ptxas of 3.9 moves more loads up and spills a bit."""
+    """`fits` with Triton 3.6, which the tiles were timed with; the ptxas of 3.9 moves more loads up and spills a bit."""
     assert compiled.stack_bytes <= (0 if version("triton").startswith("3.6.") else 256)
     assert compiled.local_bytes == 0
     assert compiled.shared_bytes <= MAX_SHARED_BYTES
@@ -79,22 +79,20 @@ def barrier_before_counter(compiled: Compiled) -> None:
 
 @over()
 def test_no_fused_kernel_spills(model, batch, call):
-    fits(fused(model, batch, call)[1])
+    launch, compiled = fused(model, batch, call)
+    (fits if launch.options.get("maxnreg") is None else nearly_fits)(compiled)
 
 
-@pytest.mark.parametrize("model", ["llama-2-7b", "llama-3.1-8b", "qwen3-8b"])
-def test_one_rows_products_have_other_tiles_without_pdl_and_spill_nothing_either(model):
-    """With the tiles chosen for PDL, Llama-2-7B's QKV took 39 us for 23 of bytes: nothing came in behind its last wave."""
-    shape = replace(SHAPES[model], num_layers=1)
-    with_pdl, without = (
-        {each.name: each for each in played_step(shape, "fused", 1, pdl=pdl)[1:5] if isinstance(each, Launch)}
-        for pdl in (True, False)
-    )
-    for name in ("_norm_linear_kernel", "_norm_gate_up_kernel"):
-        tiles = [[launches[name].arguments[each] for each in ("ROWS", "K_SLICE")] for launches in (with_pdl, without)]
-        assert tiles[0] != tiles[1]
-        assert not without[name].arguments["PDL"]
-        fits(compile_launch(without[name]))
+@over(batches=(1,), calls=GEMVS)
+def test_one_rows_weights_go_from_memory_to_the_tensor_cores_without_a_detour(model, batch, call):
+    """Triton would otherwise pass what it loads through shared memory, or from lane to lane, into an operand's order."""
+    launch, compiled = fused(model, batch, call)
+    shape = launch.arguments
+    warps, steps = shape["ROW_WARPS"] * shape["K_WARPS"], shape["IN"] // (256 * shape["K_WARPS"])
+    assert compiled.ptx.count("mma.sync.aligned.m16n8k16") == 2 * shape["PAIRS"] * steps
+    assert compiled.ptx.count("bar.sync") <= 4 + 2 * shape["PAIRS"]  # sums of several warps
+    assert compiled.ptx.count("shfl.sync") < 24 + 16 * shape["PAIRS"]
+    assert warps == launch.options["num_warps"]
 
 
 @pytest.mark.parametrize("ops", ["fused", "unfused"])
@@ -131,8 +129,8 @@ def test_one_rows_first_weights_are_asked_for_before_the_wait_in_wide_loads_that
     assert {read.bytes for read in weights} == {16}
     assert all(read.evict_first for read in weights)
     asked = sum(read.bytes for read in weights if read.before_wait) * 32 * launch.options["num_warps"]
-    slices = min(shape["AHEAD"], shape["IN"] // shape["K_SLICE"])
-    assert asked == slices * shape["ROWS"] * shape["K_SLICE"] * 2 * (2 if call == "norm_gate_up" else 1)
+    steps = min(shape["AHEAD"], shape["IN"] // (256 * shape["K_WARPS"]))
+    assert asked == steps * shape["PAIRS"] * 1024 * launch.options["num_warps"]
 
 
 @over(batches=(16,), calls=GEMVS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-FILES = ("test_kernels.py", "test_fused.py", "test_full_sampler.py", "test_lowbit.py")
+FILES = ("test_kernels.py", "test_token_linear.py", "test_fused.py", "test_full_sampler.py", "test_lowbit.py")
 
 
 def _play(file: str) -> subprocess.CompletedProcess[str]:
