@@ -1,4 +1,4 @@
-"""The experiments' Triton kernels give what torch gives; played by `test_fusion.py` in Triton's interpreter, or on a GPU."""
+"""The experiments' Triton kernels give what torch gives; played in Triton's interpreter (test_interpreter.py), or on a GPU."""
 
 import pytest
 import torch
