@@ -258,24 +258,21 @@ def test_ctrl_c_while_torch_is_imported_shows_no_traceback(words):
     assert process.returncode == -signal.SIGINT
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["runtime", "random:llama-2-7b", "--prompt", "x"], "error: random:llama-2-7b has no tokenizer"),
-        (["server", "--port", "-1"], "error: --port is -1"),
-        (["bench", "compare", "a", "b"], "error: a"),
-        (["models", "no/such/folder"], "error: 'no/such/folder' is no folder"),
-    ],
-    ids=str,
-)
-def test_a_models_folder_where_the_user_stands_is_not_taken_for_ours(tmp_path, arguments, said):
+@pytest.mark.parametrize("door", ["runtime", "server", "bench", "models"])
+def test_a_models_folder_where_the_user_stands_is_not_taken_for_ours(tmp_path, door):
     """A folder of weights called `models`, or a `runtime.py`, is common; `python -m` looks into the current folder first."""
-    for other in {"models", "runtime"} - {arguments[0]}:
-        (tmp_path / f"{other}.py").write_text("raise SystemExit('not ours')")
-    environment = {**os.environ, "PYTHONPATH": str(Path(terminal.__file__).parent.parent)}
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.stderr.startswith(said)
+    ours, stands = Path(terminal.__file__).parent.parent, tmp_path / "here"
+    stands.mkdir()
+    for other in {"models", "runtime"} - {door}:
+        (stands / f"{other}.py").write_text("raise SystemExit('not ours')")
+    # In torch's place, which takes seconds to import: says which ones the door takes, and ends it.
+    say = "print(*(importlib.util.find_spec(name).origin for name in ('models', 'runtime')))"
+    (tmp_path / "torch.py").write_text(f"import importlib.util\n{say}\nraise SystemExit(0)")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ours}"}
+    command = [sys.executable, "-m", door]
+    done = subprocess.run(command, cwd=stands, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [str(ours / name / "__init__.py") for name in ("models", "runtime")]
 
 
 @pytest.mark.parametrize("door", [talk, look, serve, measure])
