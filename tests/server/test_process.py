@@ -16,7 +16,7 @@ from runtime.errors import ConfigError
 from server.__main__ import KEY_VARIABLE, parser, run
 from tests.checkpoints import write_json
 from tests.server.conftest import alphabet, with_tok_b
-from tests.server.processes import SLOW, server_process, start_server
+from tests.server.processes import SLOW, server_process
 from tests.server.serving import CHAT, DEADLINE, TEXT, counts, read_until, until
 from tests.server.test_gone import ENDLESS
 
@@ -220,13 +220,10 @@ class TestStart:
 
         monkeypatch.setattr("server.__main__.serve", serve)
 
-    def test_a_port_that_is_taken_is_told_before_the_weights_are_read(self, server, tmp_path):
-        popen = start_server(tmp_path / "nothing here", "--port", str(server.port))
-        output, _ = popen.communicate(timeout=2 * DEADLINE)
-        assert popen.returncode == 1
-        assert re.fullmatch(
-            r"error: cannot use port \d+ of 127.0.0.1: .*; stop what holds it or choose another --port\n", output
-        )
+    def test_a_port_that_is_taken_is_told_before_the_weights_are_read(self, server, tmp_path, start):
+        code, out, err = start(tmp_path / "nothing here", "--port", str(server.port))
+        assert (code, out) == (1, "")
+        assert re.fullmatch(r"error: cannot use port \d+ of 127.0.0.1: .*; stop what holds it or choose another --port\n", err)
 
     def test_a_bad_folder_is_an_exit_code_and_not_a_server(self, tmp_path, start):
         path = with_tok_b(tmp_path / "m", alphabet)
