@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import struct
 import sys
@@ -27,6 +28,7 @@ from tests.checkpoints import TINY, tiny, tok_b, write_json
 from tests.rule_n import hugging_face, play, random_ids
 
 SECONDS = 5
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 96, "vocab_size": 320}
 VALUES: list[Any] = [
     *(None, 0, 1, -1, 2, 3, 7, 8, 64, 2**31, 2**63, 10**40, 0.5, 1.5, 1e-300, 1e300, -0.0, math.nan, math.inf, True, False),
@@ -167,12 +169,14 @@ def main(kind: str, count: int, seed: int = 0) -> None:
         allowed += (folder,)
         root = Path(folder)
         assert outcome(tiny(root / "sound", dtype=torch.float32, **SHAPE), ids) == "loaded"  # and all is imported
+        for family in FAMILIES:
+            tok_b(tiny(root / family, family, dtype=torch.float32, shards=2, **SHAPE, eos_token_id=256))
+            write_json(root / family / "generation_config.json", {"eos_token_id": 256, "temperature": 0.7, "top_k": 20})
         for index in range(count):
             draw = random.Random(f"{seed} {kind} {index}")
-            path = root / "model"
-            family = draw.choice(("llama", "mistral", "qwen2", "qwen3"))
-            tok_b(tiny(path, family, dtype=torch.float32, shards=2, **SHAPE, eos_token_id=256))
-            write_json(path / "generation_config.json", {"eos_token_id": 256, "temperature": 0.7, "top_k": 20})
+            path, family = root / "model", draw.choice(FAMILIES)
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.copytree(root / family, path)
             mutate(path, draw)
             watching = True
             try:
