@@ -29,15 +29,34 @@ for door, *arguments in json.loads(sys.argv[1]):
 """
 """Plays doors one after another in one process: a process takes seconds to import what it needs."""
 
+LOOK_AND_RUN = [["models", "owner/small", "--revision", "main"], ["runtime", "owner/small", *ASK]]
+FAILURES = [
+    (["models", "owner/gated"], "accept its terms on https://huggingface.co/owner/gated, then run `hf auth login`"),
+    (["models", "owner/nothing"], "check the spelling, or run `hf auth login` if it is private"),
+    (["models", "owner/small", "--revision", "v9"], "has no revision 'v9'"),
+    (["models", "owner/bin"], "Quartet reads safetensors"),
+    (["models", "owner/adapter"], "merge it into its base"),
+    (["models", "own er/small"], "is neither a folder here nor a Hugging Face hub id"),
+    (["runtime", "owner/quantized", *ASK], "quant_method 'gptq'"),
+    (["runtime", "owner/bin", *ASK], "has no weights"),
+]
 
-@pytest.fixture
-def place(tmp_path):
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
     """The stand-in, its folder, and `play(doors)`: stdout and stderr of a process with a cache of its own."""
-    repositories = tmp_path / "repositories"
-    tok_b(chain(repositories / "owner" / "small", ABC, shards=2))
-    (repositories / "owner" / "small" / "consolidated.safetensors").write_bytes(b"the same weights once more")
-    (repositories / "owner" / "small" / "pytorch_model.bin").write_bytes(b"a pickle")
-    with hub(repositories, gated={"owner/gated"}) as server:
+    tmp_path = tmp_path_factory.mktemp("hub")
+    owner = tmp_path / "repositories" / "owner"
+    tok_b(chain(owner / "small", ABC, shards=2))
+    (owner / "small" / "consolidated.safetensors").write_bytes(b"the same weights once more")
+    (owner / "small" / "pytorch_model.bin").write_bytes(b"a pickle")
+    tiny(owner / "gated")
+    tiny(owner / "bin")
+    (owner / "bin" / "model.safetensors").rename(owner / "bin" / "pytorch_model.bin")
+    (owner / "adapter").mkdir()
+    write_json(owner / "adapter" / "adapter_config.json", {"base_model_name_or_path": "owner/small"})
+    edit_json(tiny(owner / "quantized") / "config.json", quantization_config={"quant_method": "gptq"})
+    with hub(owner.parent, gated={"owner/gated"}) as server:
 
         def play(doors, endpoint=server.url):
             known = {
@@ -58,13 +77,22 @@ def place(tmp_path):
             assert done.returncode == 0, done.stderr
             return done.stdout, done.stderr
 
-        yield server, repositories / "owner", play
+        yield server, owner, play
 
 
-def test_a_model_is_looked_at_by_its_headers_then_fetched_then_found_without_the_hub(place):
+@pytest.fixture(scope="module")
+def online(place):
+    """What the doors say that find the hub."""
+    _, _, play = place
+    out, err = play([*LOOK_AND_RUN, *(door for door, _ in FAILURES)])
+    found, answered, refused = out.partition("BC\nexit code 0\n")
+    return found + answered, refused, err
+
+
+def test_a_model_is_looked_at_by_its_headers_then_fetched_then_found_without_the_hub(place, online):
     server, owner, play = place
-    out, err = play([["models", "owner/small", "--revision", "main"], ["runtime", "owner/small", *ASK]])
-    assert "supported       yes\nexit code 0\nBC\nexit code 0\n" in out
+    out, _, err = online
+    assert out.endswith("supported       yes\nexit code 0\nBC\nexit code 0\n")
     assert "chat templates  default" in out
     assert "100%" in err  # progress is shown
     for shard in SHARDS:
@@ -78,28 +106,12 @@ def test_a_model_is_looked_at_by_its_headers_then_fetched_then_found_without_the
     assert AWAY in out
 
 
-def test_failures_are_one_line_with_the_remedy(place):
-    server, owner, play = place
-    tiny(owner / "gated")
-    tiny(owner / "bin")
-    (owner / "bin" / "model.safetensors").rename(owner / "bin" / "pytorch_model.bin")
-    (owner / "adapter").mkdir()
-    write_json(owner / "adapter" / "adapter_config.json", {"base_model_name_or_path": "owner/small"})
-    edit_json(tiny(owner / "quantized") / "config.json", quantization_config={"quant_method": "gptq"})
-    cases = [
-        (["models", "owner/gated"], "accept its terms on https://huggingface.co/owner/gated, then run `hf auth login`"),
-        (["models", "owner/nothing"], "check the spelling, or run `hf auth login` if it is private"),
-        (["models", "owner/small", "--revision", "v9"], "has no revision 'v9'"),
-        (["models", "owner/bin"], "Quartet reads safetensors"),
-        (["models", "owner/adapter"], "merge it into its base"),
-        (["models", "own er/small"], "is neither a folder here nor a Hugging Face hub id"),
-        (["runtime", "owner/quantized", *ASK], "quant_method 'gptq'"),
-        (["runtime", "owner/bin", *ASK], "has no weights"),
-    ]
-    out, _ = play([door for door, _ in cases])
+def test_failures_are_one_line_with_the_remedy(place, online):
+    server, _, _ = place
+    _, out, _ = online
     said = [line for line in out.splitlines() if line != "exit code 1"]
-    assert len(said) == len(cases), out
-    for line, (_, words) in zip(said, cases, strict=True):
+    assert len(said) == len(FAILURES), out
+    for line, (_, words) in zip(said, FAILURES, strict=True):
         assert line.startswith(("exit code 1 error: ", "supported       no: "))
         assert words in line
     assert "model.safetensors" not in server.sent  # refused before the weights were fetched
