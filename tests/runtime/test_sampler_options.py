@@ -56,8 +56,8 @@ def tokens(engine, prompt, n, request_id="a", **params):
 
 
 def shares(engine, n=1600, **params):
-    """How often each id is drawn in n draws by 8 requests, each with a seed of its own."""
-    parts = [Request(str(i), (65,), SamplingParams(temperature=1.0, seed=i, **params), n // 8) for i in range(8)]
+    """How often each id is drawn in n draws by 16 requests, each with a seed of its own."""
+    parts = [Request(str(i), (65,), SamplingParams(temperature=1.0, seed=i, **params), n // 16) for i in range(16)]
     drawn = [token for answer in engine.generate(parts).values() for token in answer]
     assert len(drawn) == n
     return {token: drawn.count(token) / n for token in set(drawn)}
@@ -168,6 +168,11 @@ def test_prompt_logprobs_come_once_and_a_prompt_of_one_token_has_none(make):
 QUARTERS = {token: math.log(p) for token, p in {65: 0.5, 66: 0.3, 67: 0.15, 68: 0.05}.items()}
 
 
+@pytest.fixture(scope="module")
+def quarters(make):
+    return make(QUARTERS, slots=16)
+
+
 @pytest.mark.parametrize(
     ("params", "kept"),
     [
@@ -186,20 +191,31 @@ QUARTERS = {token: math.log(p) for token, p in {65: 0.5, 66: 0.3, 67: 0.15, 68: 
         ({"min_p": 0.5}, 2),
     ],
 )
-def test_filters_keep_the_crossing_token_and_every_border_of_top_k_is_served(make, params, kept):
+def test_filters_keep_the_crossing_token_and_every_border_of_top_k_is_served(quarters, params, kept):
     """A nucleus without its crossing token is too narrow; top_k 0 or above the vocabulary means off."""
     weights = {token: math.exp(torch.tensor(v / 16).bfloat16().item() * 16) for token, v in QUARTERS.items()}
     kept_weights = dict(list(weights.items())[:kept])
     total = sum(kept_weights.values())
-    near(shares(make(QUARTERS), **params), {token: weight / total for token, weight in kept_weights.items()})
+    near(shares(quarters, **params), {token: weight / total for token, weight in kept_weights.items()})
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-12, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1.0, 2.0])
-def test_tiny_temperatures_are_greedy_with_and_without_a_nucleus(make, temperature):
+TEMPERATURES = [0.0, 1e-12, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1.0, 2.0]
+
+
+@pytest.fixture(scope="module")
+def near_zero(make):
+    """400 tokens at each temperature, as rows of one batch: without a nucleus, then with one."""
+    engine = make({65: 11.0, 66: 10.0}, rest=-20.0, slots=len(TEMPERATURES))
+    params = [[SamplingParams(temperature=each, top_p=top_p) for each in TEMPERATURES] for top_p in (1.0, 0.9)]
+    return [engine.generate([Request(str(each.temperature), (65,), each, 400) for each in batch]) for batch in params]
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_tiny_temperatures_are_greedy_with_and_without_a_nucleus(near_zero, temperature):
     """Between zero and about 1e-4 the division overflowed into junk."""
-    engine = make({65: 11.0, 66: 10.0}, rest=-20.0)
-    for top_p in (1.0, 0.9):
-        drawn = tokens(engine, (65,), 400, temperature=temperature, top_p=top_p)
+    for batch in near_zero:
+        drawn = batch[str(temperature)]
+        assert len(drawn) == 400
         if temperature <= 1e-3:
             assert set(drawn) == {65}
         else:
@@ -219,7 +235,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(make, tmp_path):
 
 
 def test_a_bias_on_every_likely_id_leaves_a_valid_one(make):
-    engine = make({65: 5.0, 66: 4.0}, rest=0.0)
+    engine = make({65: 5.0, 66: 4.0}, rest=0.0, slots=16)
     bias = tuple((token, -100.0) for token in range(320))
     assert tokens(engine, (65,), 3, logit_bias=bias) == [65] * 3
     near(shares(engine, logit_bias=bias[:65] + bias[67:]), {65: 0.7311, 66: 0.2689})
@@ -236,7 +252,7 @@ def test_a_greedy_row_with_banned_ids_leaves_the_draws_of_others_as_they_are(mak
 
 
 def test_a_bias_moves_the_probabilities_by_its_exponential(make):
-    drawn = shares(make({65: 2.0, 66: 1.0}), logit_bias=((66, 1.0),))
+    drawn = shares(make({65: 2.0, 66: 1.0}, slots=16), logit_bias=((66, 1.0),))
     near(drawn, {65: 0.5, 66: 0.5})
 
 
