@@ -44,18 +44,21 @@ clients: .venv/.base .venv-clients/.made
 	@mkdir -p .venv
 	@test -e $@ -a "$(origin TORCH)" = file || echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@
 
-.venv/.base: pyproject.toml .venv/.torch
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quartet needs Python 3.11 or newer; set PYTHON=/path/to/python")'
-	@echo "== Setting up .venv ($(TORCH)); the first time takes some minutes =="
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install --editable .
-	@touch $@
+# Sets up .venv with the extras $(1).
+define venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quartet needs Python 3.11 or newer; set PYTHON=/path/to/python")'
+@echo "== Setting up .venv ($(TORCH)); the first time takes some minutes =="
+$(PYTHON) -m venv .venv
+$(BIN)/python -m pip install "$(TORCH)" --editable ".$(1)"
+@touch $@
+endef
 
-.venv/.test: .venv/.base
-	@echo "== Adding the test extras =="
-	$(BIN)/python -m pip install --editable ".[test]"
-	@touch $@
+.venv/.base: pyproject.toml .venv/.torch
+	$(call venv)
+
+.venv/.test: pyproject.toml .venv/.torch
+	$(call venv,[test])
+	@touch .venv/.base
 
 clean:
 	rm -rf .venv .venv-clients build *.egg-info
