@@ -75,50 +75,54 @@ def _row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr, BLOC
 @triton.jit
 def _wide_row_kernel(x_ptr, weight_ptr, out_ptr, width, eps, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * width
-    i = tl.arange(0, BLOCK)
-    top = tl.full((BLOCK,), -1e38, tl.float32)  # not -inf, from which nothing can be taken
-    total = tl.zeros((BLOCK,), tl.float32)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for s in range(0, width, BLOCK):  # each lane keeps its own maximum and sums: no reduction inside the loop
-        x = tl.load(x_ptr + row + s + i, mask=s + i < width, other=float("-inf") if KIND == 0 else 0.0).to(tl.float32)
+    lane = tl.arange(0, BLOCK // 8)
+    i = lane[:, None] * 8 + tl.arange(0, 8)[None, :]  # a lane's eight values are one thread's: summed at once, in registers
+    top = tl.full((BLOCK // 8,), -1e38, tl.float32)  # not -inf, from which nothing can be taken
+    total = tl.zeros((BLOCK // 8,), tl.float32)
+    squares = tl.zeros((BLOCK // 8,), tl.float32)
+    shift = 0.0
+    if KIND == 1:  # near the mean: a variance of what is left does not cancel
+        shift = tl.sum(tl.load(x_ptr + row + tl.arange(0, 32)).to(tl.float32), 0) / 32
+    for s in range(0, width, BLOCK):  # each lane keeps its own maximum and sums: no reduction over lanes inside the loop
+        x = tl.load(x_ptr + row + s + i, eviction_policy="evict_last").to(tl.float32)
         if KIND == 0:
-            x *= 1.4426950408889634
-            new = tl.maximum(top, x)
-            total = total * tl.exp2(top - new) + tl.exp2(x - new)
+            new = tl.maximum(top, tl.max(x, 1) * 1.4426950408889634)
+            total = total * tl.exp2(top - new) + tl.sum(tl.exp2(x * 1.4426950408889634 - new[:, None]), 1)
             top = new
         else:
-            total += x
-            squares += x * x
-    shift = tl.max(top, 0) if KIND == 0 else tl.sum(total, 0) / width
+            x -= shift
+            total += tl.sum(x, 1)
+            squares += tl.sum(x * x, 1)
     if KIND == 0:
+        shift = tl.max(top, 0)
         scale = 1.0 / tl.sum(total * tl.exp2(top - shift), 0)
     else:
-        mean_square = tl.sum(squares, 0) / width
-        if KIND == 1:
-            mean_square -= shift * shift
-        scale = tl.rsqrt(mean_square + eps)
+        mean = tl.sum(total, 0) / width if KIND == 1 else 0.0
+        scale = tl.rsqrt(tl.sum(squares, 0) / width - mean * mean + eps)
+        shift = (shift + mean) * scale
     for s in range(0, width, BLOCK):
-        inside = s + i < width
-        x = tl.load(x_ptr + row + s + i, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        at = width - BLOCK - s + i  # from the end, which is the likeliest still in L2
+        x = tl.load(x_ptr + row + at, eviction_policy="evict_first").to(tl.float32)
         if KIND == 0:
             y = tl.exp2(x * 1.4426950408889634 - shift) * scale
         else:
-            if KIND == 1:
-                x -= shift
-            y = x * scale * tl.load(weight_ptr + s + i, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row + s + i, y.to(out_ptr.dtype.element_ty), mask=inside)
+            y = (x * scale - shift) * tl.load(weight_ptr + at).to(tl.float32)
+        tl.store(out_ptr + row + at, y.to(out_ptr.dtype.element_ty), eviction_policy="evict_first")
 
 
 def row_reduction(x: Tensor, weight: Tensor, out: Tensor, kind: int, widest: int = WIDEST) -> Tensor:
     """x `[N, W]` -> softmax, LayerNorm or RMSNorm (times weight `[W]`) of each row, float32 inside. A row to a block: in
-    registers up to `widest`, else by the online form (arXiv 1805.02867). Bytes: x once, out once; x again in the online form,
-    from L2 if the rows in flight fit it."""
+    registers up to `widest`, else by the online form (arXiv 1805.02867), where W is a multiple of 8192, or of `widest` if that
+    is less (a power of two from 32 on). Bytes: x once, out once; x again in the online form, from L2 if the rows in flight fit
+    it."""
     rows, width = x.shape
     if width <= widest:
         block = triton.next_power_of_2(width)
         _row_kernel[(rows,)](x, weight, out, width, 1e-6, KIND=kind, BLOCK=block, num_warps=max(4, min(32, block // 1024)))
     else:
-        _wide_row_kernel[(rows,)](x, weight, out, width, 1e-6, KIND=kind, BLOCK=min(8192, widest), num_warps=WIDE_WARPS)
+        block = min(8192, widest)
+        assert width % block == 0
+        _wide_row_kernel[(rows,)](x, weight, out, width, 1e-6, KIND=kind, BLOCK=block, num_warps=WIDE_WARPS)
     return out
 
 

@@ -57,8 +57,7 @@ def test_the_chain_of_very_large_and_small_values_stays_finite():
 
 
 @pytest.mark.parametrize("kind", [own.SOFTMAX, own.LAYER_NORM, own.RMS_NORM])
-@pytest.mark.parametrize("width", [96, 257])
-@pytest.mark.parametrize("widest", [512, 64])
+@pytest.mark.parametrize(("width", "widest"), [(96, 512), (257, 512), (128, 64), (320, 64)])
 def test_a_row_is_reduced_in_registers_and_online(kind, width, widest):
     torch.manual_seed(0)
     x, weight = (torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for shape in ((3, width), (width,)))
@@ -68,6 +67,17 @@ def test_a_row_is_reduced_in_registers_and_online(kind, width, widest):
         own.RMS_NORM: lambda: torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), eps=1e-6),
     }[kind]()
     close(own.row_reduction(x, weight, torch.empty_like(x), kind, widest), want)
+
+
+@pytest.mark.parametrize("widest", [512, 64])
+@pytest.mark.parametrize(("mean", "first"), [(1000.0, 0.0), (-30000.0, 0.0), (0.0, 3000.0)])
+def test_a_layer_norm_far_from_zero_or_from_its_first_value_keeps_its_variance(mean, first, widest):
+    torch.manual_seed(0)
+    x = mean + torch.randn(3, 320, device=DEVICE)
+    x[:, 0] += first
+    want = torch.nn.functional.layer_norm(x.double(), (320,), eps=1e-6)
+    out = own.row_reduction(x, torch.ones(320, device=DEVICE), torch.empty_like(x), own.LAYER_NORM, widest)
+    torch.testing.assert_close(out.double(), want, atol=1e-6 * abs(mean) + 1e-4, rtol=1e-4)
 
 
 def test_every_variant_of_a_row_and_of_a_product_agrees():
