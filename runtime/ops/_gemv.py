@@ -281,6 +281,14 @@ def _slice_dot(acc, w, x, scales_ptr, r, s, IN: tl.constexpr, GROUP: tl.constexp
 
 
 @triton.jit
+def in_turn(i, turn, count):
+    """The i-th of count, 0 <= i <= count, where the turn-th comes first and behind the last the 0th. turn is below count: a
+    remainder for every i would cost a loop 20 to 30 instructions a turn. Of unsigned numbers the smaller one is in range."""
+    at = i + turn
+    return tl.minimum(at.to(tl.uint32), (at - count).to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
 def tokens_dot(
     x_ptr,
     squares_ptr,
@@ -318,16 +326,17 @@ def tokens_dot(
     weight_ptr += r[:, None] * IN + k[None, :]
     x_ptr += b[:, None] * IN
     live = live[:, None]
+    turn %= slices
     for i in range(slices):
-        s = start + (i + turn) % slices * K_SLICE
+        s = start + in_turn(i, turn, slices) * K_SLICE
         w = tl.load(weight_ptr + s)
         if i == 0:
             wait_for_previous(PDL)
-            next_x = _load_tokens(x_ptr, s, live, IN, K_SLICE, FP8)
+            next_x = _load_tokens(x_ptr, start + turn * K_SLICE, live, IN, K_SLICE, FP8)
             if PARTS > 0:
                 factor = inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, SCALE)
         x = next_x
-        next_x = _load_tokens(x_ptr, start + (i + 1 + turn) % slices * K_SLICE, live, IN, K_SLICE, FP8)
+        next_x = _load_tokens(x_ptr, start + in_turn(i + 1, turn, slices) * K_SLICE, live, IN, K_SLICE, FP8)
         acc = _slice_dot(acc, w, x, scales_ptr, r, s, IN, GROUP, DOT_DTYPE)
     DONE: tl.constexpr = IN // K_SLICE * K_SLICE
     if DONE < IN:
