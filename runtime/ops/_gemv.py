@@ -192,14 +192,32 @@ def prefetch(pointers, PDL: tl.constexpr):
 
 
 @triton.jit
+def as_words(ptr):
+    """The pointer to the words of 4 bytes that numbers of fewer lie in. Numbers of 2 bytes that pass from one turn of a loop to
+    the next are waited for at the end of the turn that asks for them: there ptxas puts halves of registers together."""
+    if ptr.dtype.element_ty.primitive_bitwidth < 32:
+        ptr = ptr.to(tl.pointer_type(tl.int32))
+    return ptr
+
+
+@triton.jit
+def from_words(words, DTYPE: tl.constexpr):
+    """Numbers of DTYPE `[TOKENS, K]` from words `[TOKENS, K / 2]`; from numbers those."""
+    if words.dtype == tl.int32 and DTYPE.primitive_bitwidth == 16:
+        words = tl.reshape(tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)), [words.shape[0], 2 * words.shape[1]])
+    return words.to(DTYPE, bitcast=True)
+
+
+@triton.jit
 def _load_tokens(x_ptr, s, mask, IN: tl.constexpr, K: tl.constexpr, FP8: tl.constexpr):
-    """x `[TOKENS, K]` as it meets rows of weights from place s on, from pointers to tokens `[TOKENS, 1]`; FP8: in its order."""
+    """x `[TOKENS, K]` as it meets rows of weights from place s on, from pointers to tokens `[TOKENS, 1]`, to numbers or words
+    that s, IN and K count; FP8: in its order, numbers alone."""
     if FP8:
         at = x_ptr + s // 2 + tl.arange(0, K // 2)[None, :]
         low, high = tl.load(at, mask=mask, other=0.0), tl.load(at + IN // 2, mask=mask, other=0.0)
         x = tl.reshape(tl.join(low, high), [x_ptr.shape[0], K])
     else:
-        x = tl.load(x_ptr + s + tl.arange(0, K)[None, :], mask=mask, other=0.0)
+        x = tl.load(x_ptr + s + tl.arange(0, K)[None, :], mask=mask, other=0)
     return x
 
 
@@ -315,16 +333,21 @@ def tokens_dot(
     1 / rms where PARTS parts of their squares are given.
 
     The wait is in the first turn of the loop: Triton asks for the weights of as many slices as it has stages less one before
-    the loop begins, and so before the wait. x must not be among them, so it comes through registers, one slice ahead.
+    the loop begins, and so before the wait. x must not be among them, so it comes through registers, one slice ahead: as words,
+    which made a step with FP8 weights slower.
     """
     FP8: tl.constexpr = scales_ptr is not None
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    PER: tl.constexpr = 1 if FP8 or IN % 2 else 32 // DTYPE.primitive_bitwidth
     k = tl.arange(0, K_SLICE)
     scales = load_rows(scales_ptr, r, FP8 and GROUP == 0)
     acc = tl.zeros((r.shape[0], b.shape[0]), tl.float32)
     factor = tl.zeros((b.shape[0],), tl.float32)
-    next_x = tl.zeros((b.shape[0], K_SLICE), x_ptr.dtype.element_ty)
     weight_ptr += r[:, None] * IN + k[None, :]
+    WORDS: tl.constexpr = K_SLICE // PER
+    words_ptr = (as_words(x_ptr) if PER > 1 else x_ptr) + b[:, None] * (IN // PER)
     x_ptr += b[:, None] * IN
+    next_x = tl.zeros((b.shape[0], WORDS), words_ptr.dtype.element_ty)
     live = live[:, None]
     turn %= slices
     for i in range(slices):
@@ -332,11 +355,12 @@ def tokens_dot(
         w = tl.load(weight_ptr + s)
         if i == 0:
             wait_for_previous(PDL)
-            next_x = _load_tokens(x_ptr, start + turn * K_SLICE, live, IN, K_SLICE, FP8)
+            next_x = _load_tokens(words_ptr, start // PER + turn * WORDS, live, IN // PER, WORDS, FP8)
             if PARTS > 0:
                 factor = inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, SCALE)
-        x = next_x
-        next_x = _load_tokens(x_ptr, start + in_turn(i + 1, turn, slices) * K_SLICE, live, IN, K_SLICE, FP8)
+        x = from_words(next_x, DTYPE)
+        s_next = start // PER + in_turn(i + 1, turn, slices) * WORDS
+        next_x = _load_tokens(words_ptr, s_next, live, IN // PER, WORDS, FP8)
         acc = _slice_dot(acc, w, x, scales_ptr, r, s, IN, GROUP, DOT_DTYPE)
     DONE: tl.constexpr = IN // K_SLICE * K_SLICE
     if DONE < IN:
