@@ -1,0 +1,61 @@
+"""Owns what the kernels for INT4 weights share: how words of 4-bit weights become operands, and how rows are finished.
+
+Does not own how the weights lie in memory (lowbit).
+"""
+
+from runtime.ops._triton import tl, triton
+
+CODES = tl.constexpr("""{
+    .reg .b32 a; shr.b32 a, $4, 8;
+    and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0; and.b32 $2, a, 0x000f000f; and.b32 $3, a, 0x00f000f0;
+}""")
+
+
+@triton.jit
+def word_operands(words, ASM: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """What the assembly makes of the words for each of four operands, two words at a time."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.int16, tl.int16, tl.int16, tl.int16), is_pure=True, pack=2
+    )
+    a, b = a.to(DOT_DTYPE, bitcast=True), b.to(DOT_DTYPE, bitcast=True)
+    return a, b, c.to(DOT_DTYPE, bitcast=True), d.to(DOT_DTYPE, bitcast=True)
+
+
+@triton.jit
+def codes(words, DOT_DTYPE: tl.constexpr):
+    """The words' codes for each of four operands, the second and fourth times 16; of types of 2 bytes, times their smallest
+    number: below and just above the smallest normal number a type's values are as far apart as integers."""
+    if tl.float32 == DOT_DTYPE:
+        w = words.to(tl.int32)
+        low, high = (w & 0xFF).to(tl.float32), ((w >> 8) & 0xFF).to(tl.float32)
+        a, c = (w & 0xF).to(tl.float32), ((w >> 8) & 0xF).to(tl.float32)
+        parts = (a, low - a, c, high - c)
+    else:
+        parts = word_operands(words, CODES, DOT_DTYPE)
+    return parts
+
+
+@triton.jit
+def finish(
+    sum, up, row, own, b, batch, n, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr,
+    GATED: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
+    """Store rows' sums `[rows, tokens]` with bias and residual, or silu(sum) * up. With a residual the next norm begins, as in
+    proj_residual: the rows times its weight are stored too, and each token's sum of squares over its `own` rows returned."""
+    at = b[None, :].to(tl.int64) * n + row[:, None]
+    mask = (b < batch)[None, :] & (row < n)[:, None]
+    if bias_ptr is not None:
+        sum += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        sum = sum / (1.0 + tl.exp(-sum)) * up
+    if residual_ptr is not None:
+        sum += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    x = sum.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, x, mask=mask)
+    x = x.to(tl.float32)
+    if residual_ptr is not None:
+        g = tl.load(norm_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        tl.store(scaled_ptr + at, (x * g * SCALE).to(out_ptr.dtype.element_ty), mask=mask)
+    return tl.sum(tl.where(mask & own[:, None], x * x, 0.0), 0)
