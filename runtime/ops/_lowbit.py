@@ -36,26 +36,35 @@ def codes(words, DOT_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    sum, up, row, own, b, batch, n, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr,
-    GATED: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
-    """Store rows' sums `[rows, tokens]` with bias and residual, or silu(sum) * up. With a residual the next norm begins, as in
-    proj_residual: the rows times its weight are stored too, and each token's sum of squares over its `own` rows returned."""
+def load_last(row, b, batch, n, bias_ptr, residual_ptr, norm_ptr, GATED: tl.constexpr):
+    """What `finish` needs beside the sums: rows' bias, that of up, residual `[rows, tokens]` and the next norm's weight."""
+    zero = tl.zeros((row.shape[0],), tl.float32)
+    bias, up_bias, norm, residual = zero, zero, zero, zero[:, None]
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + row, mask=row < n, other=0.0)
+        if GATED:
+            up_bias = tl.load(bias_ptr + n + row, mask=row < n, other=0.0)
+    if residual_ptr is not None:
+        mask = (b < batch)[None, :] & (row < n)[:, None]
+        residual = tl.load(residual_ptr + b[None, :].to(tl.int64) * n + row[:, None], mask=mask, other=0.0)
+        norm = tl.load(norm_ptr + row, mask=row < n, other=0.0)
+    return bias, up_bias, residual, norm
+
+
+@triton.jit
+def finish(sum, up, last, row, own, b, batch, n, out_ptr, scaled_ptr, GATED: tl.constexpr, SCALE: tl.constexpr):
+    """Store rows' sums `[rows, tokens]` with bias and residual, or silu(sum) * up; last: of `load_last`. With a residual the
+    next norm begins, as in proj_residual: the rows times its weight are stored too, and each token's sum of squares over its
+    `own` rows returned."""
+    bias, up_bias, residual, norm = last
     at = b[None, :].to(tl.int64) * n + row[:, None]
     mask = (b < batch)[None, :] & (row < n)[:, None]
-    if bias_ptr is not None:
-        sum += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    sum += bias.to(tl.float32)[:, None]
     if GATED:
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-        sum = sum / (1.0 + tl.exp(-sum)) * up
-    if residual_ptr is not None:
-        sum += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    x = sum.to(out_ptr.dtype.element_ty)
+        sum = sum / (1.0 + tl.exp(-sum)) * (up + up_bias.to(tl.float32)[:, None])
+    x = (sum + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, x, mask=mask)
     x = x.to(tl.float32)
-    if residual_ptr is not None:
-        g = tl.load(norm_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-        tl.store(scaled_ptr + at, (x * g * SCALE).to(out_ptr.dtype.element_ty), mask=mask)
+    if scaled_ptr is not None:
+        tl.store(scaled_ptr + at, (x * norm.to(tl.float32)[:, None] * SCALE).to(out_ptr.dtype.element_ty), mask=mask)
     return tl.sum(tl.where(mask & own[:, None], x * x, 0.0), 0)

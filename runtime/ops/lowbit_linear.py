@@ -25,10 +25,10 @@ from runtime.ops._gemv import (
     load_squares,
     wait_for_previous,
 )
-from runtime.ops._lowbit import codes, finish
+from runtime.ops._lowbit import codes, finish, load_last
 from runtime.ops._triton import tl, triton
 from runtime.ops.lowbit import TILE_WIDTH, LowBit
-from runtime.ops.lowbit_batch import lowbit_batch_kernel
+from runtime.ops.lowbit_batch import CENTERED_UNIT, lowbit_batch_kernel
 
 COLUMNS = 8
 """Token columns of the smallest tensor core product: one token fills them all."""
@@ -39,8 +39,11 @@ RAISED = {torch.bfloat16: 2.0**100}
 SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 """The smallest number of a type, which a code of 1 is for `codes`."""
 
-FEW_PROGRAMS = 256
+FEW_PROGRAMS = 160
 """Programs below which a batch splits the in features: an H200 has 132 SMs."""
+
+SHORT_STEP = 128
+"""In features of a batch's shorter steps; the longer ones are of twice as many."""
 
 
 @triton.jit
@@ -156,10 +159,9 @@ def _lowbit_kernel(
         sum = tl.sum(tl.max(total[i], 2), 0)[:, None] * factor[None, :]  # the columns are equal
         up = tl.sum(tl.max(total[BLOCKS - NEAR + i], 2), 0)[:, None] * factor[None, :] if GATED else sum
         row = (block + i) * 16 + tl.arange(0, 16)
-        squares += finish(
-            *(sum, up, row, row >= program * (NEAR * 16), b, batch, n),
-            *(bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr, GATED, SCALE),
-        )
+        last = load_last(row, b, batch, n, bias_ptr, residual_ptr, norm_ptr, GATED)
+        own = row >= program * (NEAR * 16)
+        squares += finish(sum, up, last, row, own, b, batch, n, out_ptr, scaled_ptr, GATED, SCALE)
     if residual_ptr is not None:
         tl.store(out_squares_ptr + program + b, squares)
 
@@ -167,27 +169,29 @@ def _lowbit_kernel(
 @dataclass(frozen=True)
 class LowBitTile:
     """How a product is cut. One token: each of a program's `warps` takes scale groups of its own, and asks for the first
-    `ahead` of them before the wait. A batch: all warps take a scale group together, `stages` groups being on their way.
+    `ahead` of them before the wait. A batch: all warps take a step of `groups` scale groups together, with `stages` steps on
+    their way or at work, all but one of them before the wait.
 
     Attributes:
         blocks: of 16 rows, that one program takes (for gate and up, of both together).
         registers: a thread's at most, so that more programs fit beside each other; None: as many as the compiler wants.
-        splits: programs that share a row's in features; batches only.
-        ahead: groups; batches: lines of 128 bytes of each block of rows, fetched to L2 before the wait, a power of two or 0.
+        groups: of a step, each of 64 in features at least; as `stages` and `splits` for batches only.
+        splits: programs that share a row's in features.
     """
 
     blocks: int
     warps: int
-    ahead: int
+    ahead: int = 1
     registers: int | None = None
+    groups: int = 1
     stages: int = 1
     splits: int = 1
 
 
 def lowbit_tile(weight: LowBit, batch: int, gated: bool = False) -> LowBitTile:
-    """The rule for every shape, from what was fastest for the products of Llama-2-7B (one token) and Llama-3.1-8B (16) on an
-    H200. One token: few warps where blocks of rows are many. A batch: 64 rows or 128, so that wgmma takes them, and splits
-    where that makes too few programs."""
+    """The rule for every shape, from what was fastest for the products of Llama-2-7B and Llama-3.1-8B on an H200. One token:
+    few warps where blocks of rows are many. A batch: 128 rows, or 64 of gate and up together, and splits where that makes too
+    few programs; 256 in features a step where each split has four such steps, else 128 and more steps on their way."""
     blocks, steps = weight.tiles.shape[0], -(-weight.tiles.shape[1] // _tiles(weight))
     if batch == 1:
         warps = 8 if gated or steps > 32 else 4 if blocks >= 512 else 16
@@ -197,12 +201,16 @@ def lowbit_tile(weight: LowBit, batch: int, gated: bool = False) -> LowBitTile:
             plain = weight.group == 128 and weight.zeros is None
             return LowBitTile(2, warps, 1, registers=128 if plain else None)
         return LowBitTile(1, warps, min(4, -(-steps // warps)))
-    made = LowBitTile(8, 8, ahead=4, stages=4) if blocks <= 256 and not gated else LowBitTile(4, 4, ahead=4, stages=4)
+    made = LowBitTile(4, 4) if gated else LowBitTile(8, 8)
     while made.blocks > (2 if gated else 1) and blocks < made.blocks:
         made = replace(made, blocks=made.blocks // 2)
-    while made.splits < 8 and blocks // made.blocks * made.splits < FEW_PROGRAMS and steps >= 4 * made.splits:
+    short = -(-weight.tiles.shape[1] * TILE_WIDTH // SHORT_STEP)
+    while made.splits < 8 and blocks // made.blocks * made.splits < FEW_PROGRAMS and short >= 4 * made.splits:
         made = replace(made, splits=made.splits * 2)
-    return made
+    groups = SHORT_STEP // max(weight.group, TILE_WIDTH)
+    if short >= 8 * made.splits:
+        return replace(made, groups=2 * groups, stages=4)
+    return replace(made, groups=groups, stages=6)
 
 
 def _tiles(weight: LowBit) -> int:
@@ -261,7 +269,6 @@ def lowbit_linear(
         "GATED": gated,
         "BLOCKS": tile.blocks,
         "S": _tiles(weight),
-        "AHEAD": tile.ahead,
         "DOT_DTYPE": dot_dtype(x.dtype, interpreted),
         "PDL": pdl,
         "maxnreg": tile.registers,
@@ -269,9 +276,16 @@ def lowbit_linear(
     if batch == 1:
         raised = scaled.scale if scaled is not None else 1.0 if interpreted else RAISED.get(x.dtype, 1.0)
         unit = (1.0 if interpreted else SMALLEST.get(x.dtype, 1.0)) * raised
-        shape |= {"KS": tile.warps, "COLUMNS": COLUMNS, "RAISE": raised if scaled is None else 1.0, "UNIT": unit}
+        shape |= {
+            "KS": tile.warps,
+            "AHEAD": tile.ahead,
+            "COLUMNS": COLUMNS,
+            "RAISE": raised if scaled is None else 1.0,
+            "UNIT": unit,
+        }
         _lowbit_kernel[(programs,)](*tensors, batch, n, blocks, eps, **shape)
         return out
-    shape |= {"SPLITS": tile.splits, "STAGES": tile.stages, "TOKENS": TOKENS}
+    unit = 1.0 if interpreted else CENTERED_UNIT.get(x.dtype, 1.0)
+    shape |= {"COUNT": tile.groups * shape["HALVES"], "SPLITS": tile.splits, "TOKENS": TOKENS, "UNIT": unit}
     lowbit_batch_kernel[(programs, tile.splits)](*tensors, partial, counter, batch, n, blocks, eps, **shape)
     return out

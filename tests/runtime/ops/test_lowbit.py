@@ -14,6 +14,7 @@ from runtime.ops import Linear
 from runtime.ops.fp8 import Fp8
 from runtime.ops.fused import FusedOps
 from runtime.ops.lowbit import FORMATS, LowBit, dense, quantize
+from runtime.ops.lowbit_linear import lowbit_tile
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -203,6 +204,25 @@ def test_a_batchs_products_with_fp8_weights_are_nearer_than_rounding_x_to_bfloat
     rounding = products(exact.bfloat16().to(DEVICE)) - products(exact.to(DEVICE))
     print(f"error {ours.square().mean().sqrt():.1e}, of rounding to bfloat16 {rounding.square().mean().sqrt():.1e}")
     assert ours.square().mean() < rounding.square().mean()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("group", "zeros", "width", "batch"),
+    [(128, False, 1152, 2), (128, True, 1024, 16), (64, False, 1088, 16), (32, True, 544, 9)],
+)
+def test_a_batchs_products_with_int4_weights_are_exact_over_steps_and_splits_that_do_not_divide(group, zeros, width, batch):
+    """All but the sums: a bfloat16 x and the codes meet as they are."""
+    weight, one = lowbit(random(40, width), "int4", group), torch.ones(width, dtype=torch.bfloat16, device=DEVICE)
+    weight = with_zeros(weight) if zeros else weight
+    assert lowbit_tile(weight, batch).splits > 1
+    ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), random(batch, width).to(DEVICE, torch.bfloat16)
+    nothing = Linear(torch.zeros(width, 16, dtype=torch.bfloat16, device=DEVICE))
+    x = ops.proj_residual(torch.zeros(batch, 16, dtype=torch.bfloat16, device=DEVICE), nothing, x, one)  # which begins the norm
+    wanted = F.rms_norm(x.double(), (width,)) @ weight.dense_torch().double().t()
+    error = ((ops.norm_lm_head(x, one, Linear(weight), 0.0) - wanted).abs().max() / wanted.abs().max()).item()
+    print(f"error {error:.1e} of the largest value")
+    assert error < 1e-5
 
 
 @needs_kernels
