@@ -36,27 +36,41 @@ def codes(words, DOT_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_last(row, b, batch, n, bias_ptr, residual_ptr, norm_ptr, GATED: tl.constexpr):
-    """What `finish` needs beside the sums: rows' bias, that of up, residual `[rows, tokens]` and the next norm's weight."""
-    zero = tl.zeros((row.shape[0],), tl.float32)
-    bias, up_bias, norm, residual = zero, zero, zero, zero[:, None]
+def ask_before(PDL: tl.constexpr):
+    """Loads above stay above: ptxas would put off those of few registers to where they are used."""
+    if PDL:
+        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_fixed(row, n, bias_ptr, norm_ptr, GATED: tl.constexpr):
+    """What `finish` needs of weights: rows' bias, that of up and the next norm's weight, as they are stored."""
+    bias, up_bias, norm = tl.zeros_like(row), tl.zeros_like(row), tl.zeros_like(row)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + row, mask=row < n, other=0.0)
         if GATED:
             up_bias = tl.load(bias_ptr + n + row, mask=row < n, other=0.0)
-    if residual_ptr is not None:
-        mask = (b < batch)[None, :] & (row < n)[:, None]
-        residual = tl.load(residual_ptr + b[None, :].to(tl.int64) * n + row[:, None], mask=mask, other=0.0)
+    if norm_ptr is not None:
         norm = tl.load(norm_ptr + row, mask=row < n, other=0.0)
-    return bias, up_bias, residual, norm
+    return bias, up_bias, norm
 
 
 @triton.jit
-def finish(sum, up, last, row, own, b, batch, n, out_ptr, scaled_ptr, GATED: tl.constexpr, SCALE: tl.constexpr):
-    """Store rows' sums `[rows, tokens]` with bias and residual, or silu(sum) * up; last: of `load_last`. With a residual the
-    next norm begins, as in proj_residual: the rows times its weight are stored too, and each token's sum of squares over its
-    `own` rows returned."""
-    bias, up_bias, residual, norm = last
+def load_residual(residual_ptr, row, b, batch, n):
+    """Rows `[rows, tokens]` of the residual, as they are stored; 0 where there is none."""
+    residual = tl.zeros_like(row)[:, None]
+    if residual_ptr is not None:
+        mask = (b < batch)[None, :] & (row < n)[:, None]
+        residual = tl.load(residual_ptr + b[None, :].to(tl.int64) * n + row[:, None], mask=mask, other=0.0)
+    return residual
+
+
+@triton.jit
+def finish(sum, up, fixed, residual, row, own, b, batch, n, out_ptr, scaled_ptr, GATED: tl.constexpr, SCALE: tl.constexpr):
+    """Store rows' sums `[rows, tokens]` with bias and residual, or silu(sum) * up; fixed, residual: of `load_fixed` and
+    `load_residual`. With a residual the next norm begins, as in proj_residual: the rows times its weight are stored too, and
+    each token's sum of squares over its `own` rows returned."""
+    bias, up_bias, norm = fixed
     at = b[None, :].to(tl.int64) * n + row[:, None]
     mask = (b < batch)[None, :] & (row < n)[:, None]
     sum += bias.to(tl.float32)[:, None]

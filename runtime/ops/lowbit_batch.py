@@ -8,7 +8,7 @@ from typing import Any  # noqa: F401 (comments tell types)
 import torch
 
 from runtime.ops._gemv import as_words, from_words, inverse_rms, let_next_start, load_squares, wait_for_previous
-from runtime.ops._lowbit import codes, finish, load_last, word_operands
+from runtime.ops._lowbit import codes, finish, load_fixed, load_residual, word_operands
 from runtime.ops._triton import tl, triton
 
 CENTERED = """{{
@@ -157,7 +157,8 @@ def lowbit_batch_kernel(
                 total += acc * scales[g * HALVES + half]
     total *= factor[None, :]
     row = block * 16 + tl.arange(0, 16 * NEAR)
-    last = load_last(row, b, batch, n, bias_ptr, residual_ptr, norm_ptr, GATED)  # while the splits meet
+    fixed = load_fixed(row, n, bias_ptr, norm_ptr, GATED)  # while the splits meet
+    residual = load_residual(residual_ptr, row, b, batch, n)
     arrived = SPLITS
     if SPLITS > 1:
         # The last split of a block of rows to arrive sums all of them in split order: the bits do not depend on which it is.
@@ -177,6 +178,6 @@ def lowbit_batch_kernel(
         else:
             sum, up = total, total
         own = row >= program * (NEAR * 16)
-        squares = finish(sum, up, last, row, own, b, batch, n, out_ptr, scaled_ptr, GATED, SCALE)
+        squares = finish(sum, up, fixed, residual, row, own, b, batch, n, out_ptr, scaled_ptr, GATED, SCALE)
         if residual_ptr is not None:
             tl.store(out_squares_ptr + program * TOKENS + b, squares)

@@ -25,7 +25,7 @@ from runtime.ops._gemv import (
     load_squares,
     wait_for_previous,
 )
-from runtime.ops._lowbit import codes, finish, load_last
+from runtime.ops._lowbit import ask_before, codes, finish, load_fixed, load_residual
 from runtime.ops._triton import tl, triton
 from runtime.ops.lowbit import TILE_WIDTH, LowBit
 from runtime.ops.lowbit_batch import CENTERED_UNIT, lowbit_batch_kernel
@@ -98,7 +98,19 @@ def _lowbit_kernel(
     read = ()  # type: tuple[Any, ...]
     for step in tl.static_range(AHEAD):
         read = read + _load_step(tiles_ptr, scales_ptr, zeros_ptr, step, blocks, BLOCKS, NEAR, S, KS, WIDE, GROUPS, HALVES)
+    # No block ends with a load from memory. What these read is converted where it is used: a conversion waits for it.
+    b = tl.arange(0, 1)
+    fixed = ()  # type: tuple[Any, ...]
+    for i in tl.static_range(NEAR):
+        fixed = fixed + (load_fixed((block + i) * 16 + tl.arange(0, 16), n, bias_ptr, norm_ptr, GATED),)  # noqa: RUF005
     wait_for_previous(PDL)
+    residual = ()  # type: tuple[Any, ...]
+    for i in tl.static_range(NEAR):
+        residual = residual + (load_residual(residual_ptr, (block + i) * 16 + tl.arange(0, 16), b, batch, n),)  # noqa: RUF005
+    begun = 0.0
+    if PARTS > 0:
+        begun = load_squares(squares_ptr, b, PARTS)
+    ask_before(PDL)
     total = ()  # type: tuple[Any, ...]
     for _ in tl.static_range(BLOCKS):
         total = total + (tl.zeros((KS, 16, COLUMNS), tl.float32),)  # noqa: RUF005
@@ -150,18 +162,16 @@ def _lowbit_kernel(
                 sums = sums + (total[i] + group_sum * scale[:, :, None],)  # noqa: RUF005
             total = sums
 
-    b = tl.arange(0, 1)
     factor = tl.full((1,), 1.0 / UNIT, tl.float32)
     if PARTS > 0:
-        factor *= inverse_rms(load_squares(squares_ptr, b, PARTS), eps, IN, 1.0)
+        factor *= inverse_rms(begun, eps, IN, 1.0)
     squares = tl.zeros((1,), tl.float32)
     for i in tl.static_range(NEAR):
         sum = tl.sum(tl.max(total[i], 2), 0)[:, None] * factor[None, :]  # the columns are equal
         up = tl.sum(tl.max(total[BLOCKS - NEAR + i], 2), 0)[:, None] * factor[None, :] if GATED else sum
         row = (block + i) * 16 + tl.arange(0, 16)
-        last = load_last(row, b, batch, n, bias_ptr, residual_ptr, norm_ptr, GATED)
         own = row >= program * (NEAR * 16)
-        squares += finish(sum, up, last, row, own, b, batch, n, out_ptr, scaled_ptr, GATED, SCALE)
+        squares += finish(sum, up, fixed[i], residual[i], row, own, b, batch, n, out_ptr, scaled_ptr, GATED, SCALE)
     if residual_ptr is not None:
         tl.store(out_squares_ptr + program + b, squares)
 

@@ -234,7 +234,7 @@ def test_products_with_4_bits_go_from_16_byte_loads_to_the_tensor_cores_by_pairs
     tiles = [read for read in compiled.reads if "tiles_ptr" in read.pointers]
     assert {read.bytes for read in tiles} == {16}
     early = set().union(*(read.pointers for read in compiled.reads if read.before_wait))
-    assert early <= {"tiles_ptr", "scales_ptr"}
+    assert early <= {"tiles_ptr", "scales_ptr", "norm_ptr"}
     assert "0x00f000f0" in compiled.ptx
     if batch > 1:
         shape = launch.arguments
