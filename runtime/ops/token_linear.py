@@ -8,6 +8,8 @@ used where a load puts them, without a conversion, and a pair of rows takes four
 a thread's registers are for weights on their way.
 """
 
+from typing import Any  # noqa: F401 (comments tell types)
+
 from torch import Tensor
 
 from runtime.ops import Linear

@@ -135,13 +135,14 @@ def test_neighbours_stay_within_what_the_kernels_allow():
 
 @pytest.mark.parametrize(
     ("kernel", "batch", "moved"),
-    [("norm_linear", 1, {"ahead"}), ("norm_linear", 8, {"stages"}), ("proj_residual", 8, {"stages", "splits"})],
+    [("norm_linear", 1, {"ahead", "registers"}), ("norm_linear", 8, {"stages"}), ("proj_residual", 8, {"stages", "splits"})],
 )
 def test_what_a_kernel_does_not_use_is_not_tried(kernel, batch, moved):
-    tile = configs.Tile(32, 64, 4, 2)
+    single, width = batch == 1, 2048
+    tile = configs.Tile(32, 1024, 8, 1, registers=128) if single else configs.Tile(32, 64, 4, 2)
     found = {
         name
-        for each in tune.neighbours(tile, TileKey.of(kernel, batch, 64, 256, 2))
+        for each in tune.neighbours(tile, TileKey.of(kernel, batch, 64, width if single else 256, 2))
         for name in vars(tile)
         if vars(each)[name] != vars(tile)[name]
     }
@@ -151,7 +152,7 @@ def test_what_a_kernel_does_not_use_is_not_tried(kernel, batch, moved):
 def test_tiles_found_are_read_back_beside_those_of_other_gpus(tmp_path):
     path, key = tmp_path / "tiles.json", TileKey("norm_linear", "single", 12288, 4096, 2)
     assert load_tuned("NVIDIA H200", path) == {}
-    tile, wide = configs.Tile(8, 1024, 4, 1), configs.Tile(2, 4096, 4, 1)
+    tile, wide = configs.Tile(8, 1024, 4, 1), configs.Tile(8, 256, 4, 1)
     save_tuned("NVIDIA H200", {key: tile}, path)
     save_tuned("NVIDIA L4", {key: wide}, path)
     save_tuned("NVIDIA H200", {TileKey("attention", "batch", 4096, 4096, 2): AttentionTile(64, 64, 4)}, path)
