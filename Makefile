@@ -5,7 +5,7 @@ TORCH ?= torch>=2.11
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types tests-others tests-server clients fuzz soak clean FORCE
+.PHONY: demo test clients fuzz soak clean FORCE
 
 demo: .venv/.base
 	@echo "== The demo model answers (first use fetches 93 MB) =="
@@ -13,24 +13,14 @@ demo: .venv/.base
 	@echo "== What a token costs =="
 	$(BIN)/python -m bench latency --model demo --prompt-len 64 --gen-len 32 --batch 1 --reps 3 --warmup 1
 
-test: lint types tests-others tests-server # which may run side by side: make -j3 test
-
-lint: .venv/.test
+test: .venv/.test
 	@echo "== Lint =="
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-
-types: .venv/.test
 	@echo "== Types =="
 	$(BIN)/mypy
-
-tests-others: .venv/.test
-	@echo "== Tests, but those of the server =="
-	$(BIN)/python -m pytest --ignore=tests/server
-
-tests-server: .venv/.test
-	@echo "== Tests of the server =="
-	$(BIN)/python -m pytest tests/server
+	@echo "== Tests =="
+	$(BIN)/python -m pytest
 
 fuzz: .venv/.test
 	FUZZ_SHARE=1 $(BIN)/python -m pytest tests/models/test_fuzz.py
