@@ -61,11 +61,16 @@ def fits(compiled: Compiled) -> None:
     assert compiled.shared_bytes <= MAX_SHARED_BYTES
 
 
-def nearly_fits(compiled: Compiled) -> None:
+def nearly_fits(compiled: Compiled, most: int = 256) -> None:
     """`fits` with Triton 3.6, which the tiles were timed with; the ptxas of 3.9 moves more loads up and spills a bit."""
-    assert compiled.stack_bytes <= (0 if version("triton").startswith("3.6.") else 256)
+    assert compiled.stack_bytes <= (0 if version("triton").startswith("3.6.") else most)
     assert compiled.local_bytes == 0
     assert compiled.shared_bytes <= MAX_SHARED_BYTES
+
+
+def within(launch: Launch, compiled: Compiled) -> tuple[Compiled, int]:
+    """With the bytes that it may spill under Triton 3.9: some, where the registers of a thread are limited."""
+    return compiled, 0 if launch.options.get("maxnreg") is None else 16
 
 
 def barrier_before_counter(compiled: Compiled) -> None:
@@ -79,8 +84,7 @@ def barrier_before_counter(compiled: Compiled) -> None:
 
 @over()
 def test_no_fused_kernel_spills(model, batch, call):
-    launch, compiled = fused(model, batch, call)
-    (fits if launch.options.get("maxnreg") is None else nearly_fits)(compiled)
+    nearly_fits(*within(*fused(model, batch, call)))
 
 
 @over(batches=(1,), calls=GEMVS)
@@ -216,7 +220,7 @@ def lowbit_call(model: str, batch: int, format: str, call: str) -> tuple[Launch,
     launch = dict(zip(CALLS, lowbit_step(model, batch, format), strict=True))[call]
     compiled = compile_launch(launch)
     print(f"{launch.options}: {compiled.registers} registers, {compiled.shared_bytes} bytes of shared memory")
-    (nearly_fits if format == "fp8" else fits)(compiled)
+    nearly_fits(*((compiled,) if format == "fp8" else within(launch, compiled)))
     assert compiled.ptx.count("griddepcontrol.launch_dependents") == compiled.ptx.count("griddepcontrol.wait") == 1
     wait = compiled.first("griddepcontrol.wait")
     assert not [line for line in compiled.code[:wait] if line.startswith(("st.global", "atom", "red."))]
