@@ -279,7 +279,7 @@ class TestTheSwitch:
             page.wait_for_selector("#strip[aria-label*='the middle one took']")
             return int(page.get_attribute("#strip", "aria-label").split()[0])
 
-        until(lambda: in_sight() == 249)  # again where a browser that stood still has read most of them at once
+        until(lambda: in_sight() == 249, 200)  # again where a browser that stood still has read most of them at once
 
     def test_what_others_switch_is_seen(self, visit, four):
         page = visit(four)
