@@ -66,6 +66,14 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
+def ask_before(WANTED: tl.constexpr):
+    """Loads above stay above, loads below stay below: ptxas would put off those of few registers to where they are used, and
+    ask early for others."""
+    if WANTED:
+        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def load_features(ptr, first, K: tl.constexpr, IN: tl.constexpr, FP8: tl.constexpr):
     """K numbers of a vector over in features, as they meet a row of weights from place `first` on; FP8: in its order."""
     if FP8:
@@ -181,14 +189,6 @@ def _rest(
         square += tl.sum(x * x, 0)
         x *= load_features(norm_ptr, FIRST, K, IN, FP8)
     return total + tl.sum(weight_values(w, scales_ptr, r, FIRST, IN, GROUP) * x[None, :], 1), square
-
-
-@triton.jit
-def prefetch(pointers, PDL: tl.constexpr):
-    """Ask for the cache lines of these pointers to come to L2; for weights, before the wait."""
-    if PDL:
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

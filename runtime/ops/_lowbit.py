@@ -36,13 +36,6 @@ def codes(words, DOT_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def ask_before(PDL: tl.constexpr):
-    """Loads above stay above: ptxas would put off those of few registers to where they are used."""
-    if PDL:
-        tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def load_fixed(row, n, bias_ptr, norm_ptr, GATED: tl.constexpr):
     """What `finish` needs of weights: rows' bias, that of up and the next norm's weight, as they are stored."""
     bias, up_bias, norm = tl.zeros_like(row), tl.zeros_like(row), tl.zeros_like(row)

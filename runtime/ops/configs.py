@@ -121,11 +121,11 @@ def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
     if multiplies(itemsize, width):
         shared = width % (4 * PIECE) == 0
         if kernel == "proj_residual":
-            tile = (
-                Tile(16, PIECE, 8, 1, ahead=8, registers=128) if width > 8192 else Tile(8, PIECE, 4, 1, ahead=5, registers=96)
-            )
+            tile = Tile(8, PIECE, 4, 1, ahead=5, registers=96 if shared else 104)
+            if width > 8192:
+                tile = Tile(16, PIECE, 8, 1, ahead=8, registers=128)
         elif kernel == "norm_gate_up":
-            tile = Tile(2, 4 * PIECE, 4, 1, ahead=2, registers=96) if shared else Tile(4, PIECE, 4, 1, ahead=6, registers=96)
+            tile = Tile(2, 4 * PIECE, 4, 1, ahead=2, registers=96) if shared else Tile(4, PIECE, 4, 1, ahead=5, registers=104)
         elif n > 16384:  # an LM head
             tile = Tile(2, 4 * PIECE, 4, 1, ahead=4, registers=64) if shared else Tile(8, PIECE, 4, 1, ahead=5, registers=104)
         else:

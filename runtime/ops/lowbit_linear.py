@@ -18,6 +18,7 @@ from runtime.ops import Linear
 from runtime.ops._gemv import (
     TOKENS,
     Scaled,
+    ask_before,
     dot_dtype,
     inverse_rms,
     launch_options,
@@ -25,7 +26,7 @@ from runtime.ops._gemv import (
     load_squares,
     wait_for_previous,
 )
-from runtime.ops._lowbit import ask_before, codes, finish, load_fixed, load_residual
+from runtime.ops._lowbit import codes, finish, load_fixed, load_residual
 from runtime.ops._triton import tl, triton
 from runtime.ops.lowbit import TILE_WIDTH, LowBit
 from runtime.ops.lowbit_batch import CENTERED_UNIT, lowbit_batch_kernel
@@ -207,8 +208,8 @@ def lowbit_tile(weight: LowBit, batch: int, gated: bool = False) -> LowBitTile:
         warps = 8 if gated or steps > 32 else 4 if blocks >= 512 else 16
         while warps > steps:
             warps //= 2
-        if gated:  # two programs beside each other; other formats would spill
-            plain = weight.group == 128 and weight.zeros is None
+        if gated:  # two programs beside each other; other formats, and a last step that is not whole, would spill
+            plain = weight.group == 128 and weight.zeros is None and steps % warps == 0
             return LowBitTile(2, warps, 1, registers=128 if plain else None)
         return LowBitTile(1, warps, min(4, -(-steps // warps)))
     made = LowBitTile(4, 4) if gated else LowBitTile(8, 8)

@@ -8,13 +8,14 @@ used where a load puts them, without a conversion, and a pair of rows takes four
 a thread's registers are for weights on their way.
 """
 
-from typing import Any  # noqa: F401 (comments tell types)
+from typing import Any
 
 from torch import Tensor
 
 from runtime.ops import Linear
 from runtime.ops._gemv import (
     Scaled,
+    ask_before,
     dot_dtype,
     inverse_rms,
     launch_options,
@@ -47,7 +48,14 @@ def _operands(numbers, BATCH: tl.constexpr, ROWS: tl.constexpr):
     return tl.split(tl.reshape(tl.permute(parts, (1, 0, 2, 5, 3, 6, 4)), [BATCH, ROWS, 16, 2]))
 
 
-@triton.jit(do_not_specialize=["n"])
+def _kernel_name(specialization: Any) -> str:
+    """What a profiler calls a launch: by its place in the layer, as the kernels of other shapes and batches."""
+    given = specialization.constants  # arguments that are None are among them
+    place = "norm_gate_up" if given["GATED"] else "norm_linear" if "residual_ptr" in given else "proj_residual"
+    return f"_{place}_token_kernel"
+
+
+@triton.jit(do_not_specialize=["n"], repr=_kernel_name)
 def _token_kernel(
     x_ptr, squares_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr, out_squares_ptr, n, eps,
     IN: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr,
@@ -60,8 +68,7 @@ def _token_kernel(
     STEPS: tl.constexpr = IN // SLICE
     PAIR: tl.constexpr = 1 if GATED else 2  # rows of the output that a pair of rows makes
     ROWS: tl.constexpr = ROW_WARPS * PAIRS * PAIR
-    program = tl.program_id(0)
-    row = tl.minimum(program * ROWS, n - ROWS)  # rows the last two programs share get the same bits twice
+    row = tl.minimum(tl.program_id(0) * ROWS, n - ROWS)  # rows the last two programs share get the same bits twice
     second = n if GATED else 1  # from a pair's first row to its second: a row of gate and of up, or neighbours
     i = tl.arange(0, 2 * WARPS * 256)
     near = (i // SLICE % ROW_WARPS * (PAIRS * PAIR) + i // (WARPS * 256) * second) * IN + i % SLICE
@@ -78,6 +85,8 @@ def _token_kernel(
         bias = bias + (load_rows(bias_ptr, r + p * PAIR, bias_ptr is not None),)  # noqa: RUF005
         g = g + (load_rows(norm_ptr, r + p * PAIR, norm_ptr is not None),)  # noqa: RUF005
     wait_for_previous(PDL)
+    # Without PDL the loads below would come early, and registers not suffice. float32: the interpreter, without assembly.
+    ask_before(not PDL and tl.float32 != DOT_DTYPE)
     for p in tl.static_range(PAIRS):
         residual = residual + (load_rows(residual_ptr, r + p * PAIR, residual_ptr is not None),)  # noqa: RUF005
     token = tl.arange(0, 1)
@@ -105,6 +114,7 @@ def _token_kernel(
     if PARTS > 0:
         factor = tl.sum(inverse_rms(squares, eps, IN, SCALE), 0)
     matched = (tl.arange(0, 16) % COLUMNS)[:, None] == tl.arange(0, COLUMNS)[None, :]
+    program = tl.cdiv(row, ROWS)  # again: not to be kept
     own_squares = 0.0
     for p in tl.static_range(PAIRS):
         total = tl.reshape(tl.sum(tl.where(matched[None], sums[p], 0.0), 2), [ROW_WARPS, K_WARPS, 2, 8])

@@ -45,7 +45,10 @@ class Launch:
 
     @property
     def name(self) -> str:
-        return self.kernel.fn.__name__
+        """What the compiled kernel, and so a profiler, calls it."""
+        constants = {each.name: self.arguments.get(each.name) for each in self.kernel.params}
+        constants = {name: value for name, value in constants.items() if not isinstance(value, torch.Tensor)}
+        return self.kernel.repr(SimpleNamespace(constants=constants)).rpartition(".")[2]
 
 
 def played_step(

@@ -22,7 +22,7 @@ LAYER = ["norm_linear", "attention", "proj_residual", "norm_gate_up", "proj_resi
 
 def names(operations):
     """What each operation is, without the variants for batches and for attention's tiles."""
-    variants = ("_kernel", "_batch", "_head", "_group")
+    variants = ("_kernel", "_token", "_batch", "_head", "_group")
     found = []
     for operation in operations:
         name = operation.name if isinstance(operation, Launch) else operation
