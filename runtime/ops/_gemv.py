@@ -4,6 +4,7 @@
 Does not own any kernel. Letters here: IN and n are a weight's in and out features (`[n, IN]`), TOKENS the padded batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -414,3 +415,14 @@ def dot_dtype(dtype: Any, interpreted: bool) -> Any:
     """The type `tl.dot` multiplies in: the tensors' own, but float32 in Triton's interpreter, where bfloat16 dots are wrong."""
     name = "float32" if interpreted else str(dtype).removeprefix("torch.")
     return {"float32": tl.float32, "bfloat16": tl.bfloat16, "float16": tl.float16}[name]
+
+
+def named_by_place(kind: str) -> Callable[[Any], str]:
+    """For `triton.jit`: what a profiler calls each launch of a kernel that has several places in a layer."""
+
+    def name(specialization: Any) -> str:
+        given = specialization.constants  # arguments that are None are among them
+        place = "norm_gate_up" if given["GATED"] else "norm_linear" if "residual_ptr" in given else "proj_residual"
+        return f"_{place}_{kind}_kernel"
+
+    return name

@@ -30,7 +30,7 @@ class FusedOps:
     Every call writes into a workspace made at the first step of a batch size and returns it: a result lives until the same
     call's turn in the next layer. Between norm_qkv_rope and attention pass the raw float32 sums of q, k and v; the launch that
     makes x also leaves what the next norm needs (`Scaled`; not of one row in float32), which only that norm, of that x, takes
-    up. One row's dense products are one kernel in all four places (token_linear), cut for each of them.
+    up. One row's dense products are one kernel (token_linear), cut for each place and named by it.
 
     Attributes:
         pdl: programmatic dependent launch. The embedding and the launch after it go without the attribute, so that rows.slots

@@ -7,7 +7,15 @@ from typing import Any  # noqa: F401 (comments tell types)
 
 import torch
 
-from runtime.ops._gemv import as_words, from_words, inverse_rms, let_next_start, load_squares, wait_for_previous
+from runtime.ops._gemv import (
+    as_words,
+    from_words,
+    inverse_rms,
+    let_next_start,
+    load_squares,
+    named_by_place,
+    wait_for_previous,
+)
 from runtime.ops._lowbit import codes, finish, load_fixed, load_residual, word_operands
 from runtime.ops._triton import tl, triton
 
@@ -72,7 +80,7 @@ def _own_number(words, r, DTYPE: tl.constexpr):
     return number.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["batch", "n", "blocks"])
+@triton.jit(do_not_specialize=["batch", "n", "blocks"], repr=named_by_place("lowbit_batch"))
 def lowbit_batch_kernel(
     x_ptr, squares_ptr, tiles_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr,
     out_squares_ptr, partial_ptr, counter_ptr, batch, n, blocks, eps,

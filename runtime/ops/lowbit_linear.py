@@ -24,6 +24,7 @@ from runtime.ops._gemv import (
     launch_options,
     let_next_start,
     load_squares,
+    named_by_place,
     wait_for_previous,
 )
 from runtime.ops._lowbit import codes, finish, load_fixed, load_residual
@@ -75,7 +76,7 @@ def _load_step(
     return read
 
 
-@triton.jit(do_not_specialize=["batch", "n", "blocks"])
+@triton.jit(do_not_specialize=["batch", "n", "blocks"], repr=named_by_place("lowbit"))
 def _lowbit_kernel(
     x_ptr, squares_ptr, tiles_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr,
     out_squares_ptr, batch, n, blocks, eps,

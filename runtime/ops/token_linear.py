@@ -8,7 +8,7 @@ used where a load puts them, without a conversion, and a pair of rows takes four
 a thread's registers are for weights on their way.
 """
 
-from typing import Any
+from typing import Any  # noqa: F401 (comments tell types)
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from runtime.ops._gemv import (
     let_next_start,
     load_rows,
     load_squares,
+    named_by_place,
     wait_for_previous,
 )
 from runtime.ops._triton import tl, triton
@@ -48,14 +49,7 @@ def _operands(numbers, BATCH: tl.constexpr, ROWS: tl.constexpr):
     return tl.split(tl.reshape(tl.permute(parts, (1, 0, 2, 5, 3, 6, 4)), [BATCH, ROWS, 16, 2]))
 
 
-def _kernel_name(specialization: Any) -> str:
-    """What a profiler calls a launch: by its place in the layer, as the kernels of other shapes and batches."""
-    given = specialization.constants  # arguments that are None are among them
-    place = "norm_gate_up" if given["GATED"] else "norm_linear" if "residual_ptr" in given else "proj_residual"
-    return f"_{place}_token_kernel"
-
-
-@triton.jit(do_not_specialize=["n"], repr=_kernel_name)
+@triton.jit(do_not_specialize=["n"], repr=named_by_place("token"))
 def _token_kernel(
     x_ptr, squares_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr, out_squares_ptr, n, eps,
     IN: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr,

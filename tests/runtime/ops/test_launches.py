@@ -17,12 +17,13 @@ from tests.runtime.ops.launches import Launch, played_step
 
 LAYERS = 3
 TINY = ModelConfig("llama", 512, 256, 344, LAYERS, 8, 2, 32, 512)
+WIDER = replace(TINY, intermediate_size=384)  # which groups of 128 divide
 LAYER = ["norm_linear", "attention", "proj_residual", "norm_gate_up", "proj_residual"]
 
 
 def names(operations):
     """What each operation is, without the variants for batches and for attention's tiles."""
-    variants = ("_kernel", "_token", "_batch", "_head", "_group")
+    variants = ("_kernel", "_token", "_lowbit", "_batch", "_head", "_group")
     found = []
     for operation in operations:
         name = operation.name if isinstance(operation, Launch) else operation
@@ -32,9 +33,10 @@ def names(operations):
     return found
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8", "int4"])
 @pytest.mark.parametrize("batch", [1, 2, 16])
-def test_a_fused_layer_is_five_launches_of_four_kernels_and_nothing_else(batch):
-    step = names(played_step(TINY, "fused", batch))
+def test_a_fused_layer_is_five_launches_of_four_kernels_and_nothing_else(batch, format):
+    step = names(played_step(TINY if format == "bf16" else WIDER, "fused", batch, format=format))
     assert step == ["embed", *LAYER * LAYERS, "norm_linear", "sampler"]
     assert len(set(LAYER)) == 4
 
