@@ -62,7 +62,7 @@ def server_process(model: Path | str, *flags: str, prelude: str = "") -> Iterato
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        assert ready.wait(2 * DEADLINE)
+        assert ready.wait(2 * DEADLINE), "".join(output)
         port = re.search(r"on http://127\.0\.0\.1:(\d+)", "".join(output))
         assert port, "".join(output)
         process = Process(int(port.group(1)), popen, output)
