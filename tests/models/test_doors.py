@@ -364,7 +364,6 @@ def test_a_system_message_stands_in_front(alphabet, typed, capsys):
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(alphabet, typed, capsys, monkeypatch):
-    before = signal.getsignal(signal.SIGINT)
     shown = []
     original = terminal._show
 
@@ -381,7 +380,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(alphabet, typed, capsys, m
     assert first.startswith("abc")
     assert len(first) < 6
     assert second == "abcdefghijklmnopqrstuvwxyz"
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_conversation_that_fills_the_context_begins_anew(alphabet, typed, capsys):

@@ -200,7 +200,9 @@ class Served(Exception):
 class TestStart:
     @pytest.fixture
     def start(self, monkeypatch, capsys):
-        """Play the door in this process, up to the moment when it would serve: its exit code, stdout and stderr."""
+        """Play the door in this process, up to the moment when it would serve: its exit code, stdout and stderr. A process that
+        ends needs no signal handlers back, the other tests do."""
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         monkeypatch.setattr("server.__main__.set_up", lambda *how: None)  # pytest's logs stay
 
         def start(model, *flags):
@@ -209,7 +211,9 @@ class TestStart:
                 run_door(lambda: run(args))
             return getattr(ended.value, "code", None), *capsys.readouterr()
 
-        return start
+        yield start
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     @pytest.fixture
     def unserved(self, monkeypatch):
