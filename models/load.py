@@ -112,7 +112,7 @@ def load_engine(
     device, dtype = torch.device(settled.device), getattr(torch, settled.dtype)
     if weights == "fp8" and settled.ops == "fused" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ConfigError(
-            f"fused ops convert fp8 weights in hardware and {describe(device)} is older than Ada; use --weights int4"
+            f"fused ops multiply fp8 weights in hardware and {describe(device)} is older than Ada; use --weights int4"
         )
     limit, free = source.config.max_position, free_bytes(device)
     slots, weight_bytes = settled.max_slots, source.config.weight_bytes(settled.dtype, weights)

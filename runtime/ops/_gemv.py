@@ -75,24 +75,9 @@ def ask_before(WANTED: tl.constexpr):
 
 
 @triton.jit
-def load_features(ptr, first, K: tl.constexpr, IN: tl.constexpr, FP8: tl.constexpr):
-    """K numbers of a vector over in features, as they meet a row of weights from place `first` on; FP8: in its order."""
-    if FP8:
-        k = first // 2 + tl.arange(0, K // 2)
-        x = tl.reshape(tl.join(tl.load(ptr + k), tl.load(ptr + IN // 2 + k)), [K])
-    else:
-        x = tl.load(ptr + first + tl.arange(0, K))
-    return x.to(tl.float32)
-
-
-@triton.jit
-def weight_values(w, scales_ptr, r, first, IN: tl.constexpr, GROUP: tl.constexpr):
-    """Weights `[ROWS, K]` from place `first` on as float32; times their scales where GROUP in features share one."""
-    w = w.to(tl.float32)
-    if GROUP > 0:
-        k = first + tl.arange(0, w.shape[1])
-        w *= tl.load(scales_ptr + r[:, None] * (IN // GROUP) + ((k % 2 * (IN // 2) + k // 2) // GROUP)[None, :])
-    return w
+def load_features(ptr, first, K: tl.constexpr):
+    """K numbers of a vector over in features, from place `first` on, as float32."""
+    return tl.load(ptr + first + tl.arange(0, K)).to(tl.float32)
 
 
 @triton.jit
@@ -106,7 +91,7 @@ def load_rows(ptr, r, WANTED: tl.constexpr):
 
 
 @triton.jit
-def first_slices(weight_ptr, r, norm_ptr, IN: tl.constexpr, K_SLICE: tl.constexpr, AHEAD: tl.constexpr, FP8: tl.constexpr):
+def first_slices(weight_ptr, r, norm_ptr, IN: tl.constexpr, K_SLICE: tl.constexpr, AHEAD: tl.constexpr):
     """Ask for the first AHEAD slices of rows r and of the norm's weight (norm_ptr None: there is none), for `stream_rows`."""
     tile = weight_ptr + r[:, None] * IN + tl.arange(0, K_SLICE)[None, :]
     w = ()
@@ -115,7 +100,7 @@ def first_slices(weight_ptr, r, norm_ptr, IN: tl.constexpr, K_SLICE: tl.constexp
         if i < IN // K_SLICE:
             w = w + (tl.load(tile + i * K_SLICE, eviction_policy="evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
             if norm_ptr is not None:
-                g = g + (load_features(norm_ptr, i * K_SLICE, K_SLICE, IN, FP8),)  # type: ignore[assignment]  # noqa: RUF005
+                g = g + (load_features(norm_ptr, i * K_SLICE, K_SLICE),)  # type: ignore[assignment]  # noqa: RUF005
     return w, g
 
 
@@ -123,47 +108,39 @@ def first_slices(weight_ptr, r, norm_ptr, IN: tl.constexpr, K_SLICE: tl.constexp
 def stream_rows(
     w,
     g,
-    scales,
     weight_ptr,
-    scales_ptr,
     r,
     x_ptr,
     norm_ptr,
     IN: tl.constexpr,
     K_SLICE: tl.constexpr,
     AHEAD: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """Rows r of the weights times x `[IN]` (times the norm's weight, unless norm_ptr is None): `[ROWS]` float32, and the sum of
-    x². w, g, scales: from `first_slices` and `load_rows`. With each slice that is used one more is asked for, so that a thread
+    x². w, g: from `first_slices`. With each slice that is used one more is asked for, so that a thread
     always has AHEAD on their way. No weight load is masked: what is left behind the last whole slice comes in powers of two.
     """
-    FP8: tl.constexpr = scales_ptr is not None
     SLICES: tl.constexpr = IN // K_SLICE
     tile = weight_ptr + r[:, None] * IN + tl.arange(0, K_SLICE)[None, :]
     acc = tl.zeros((r.shape[0], K_SLICE), tl.float32)
     squares = tl.zeros((K_SLICE,), tl.float32)
     for i in tl.static_range(SLICES):
-        x = load_features(x_ptr, i * K_SLICE, K_SLICE, IN, FP8)
+        x = load_features(x_ptr, i * K_SLICE, K_SLICE)
         if norm_ptr is not None:
             squares += x * x
             x *= g[0]
             g = g[1:]
-        acc += weight_values(w[0], scales_ptr, r, i * K_SLICE, IN, GROUP) * x[None, :]
+        acc += w[0].to(tl.float32) * x[None, :]
         w = w[1:]
         if i + AHEAD < SLICES:
             w = w + (tl.load(tile + (i + AHEAD) * K_SLICE, eviction_policy="evict_first"),)  # noqa: RUF005
             if norm_ptr is not None:
-                g = g + (load_features(norm_ptr, (i + AHEAD) * K_SLICE, K_SLICE, IN, FP8),)  # noqa: RUF005
+                g = g + (load_features(norm_ptr, (i + AHEAD) * K_SLICE, K_SLICE),)  # noqa: RUF005
     total = tl.sum(acc, 1)
     square = tl.sum(squares, 0)
     for i in tl.static_range(16):
         if (IN % K_SLICE) & (1 << (15 - i)):
-            total, square = _rest(
-                total, square, weight_ptr, scales_ptr, r, x_ptr, norm_ptr, IN, 1 << (15 - i), IN % (2 << (15 - i)), GROUP
-            )
-    if FP8 and GROUP == 0:
-        total *= scales
+            total, square = _rest(total, square, weight_ptr, r, x_ptr, norm_ptr, IN, 1 << (15 - i), IN % (2 << (15 - i)))
     return total, square
 
 
@@ -172,24 +149,21 @@ def _rest(
     total,
     square,
     weight_ptr,
-    scales_ptr,
     r,
     x_ptr,
     norm_ptr,
     IN: tl.constexpr,
     K: tl.constexpr,
     LEFT: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """total and square of `stream_rows` with K more places, LEFT before the end of IN."""
-    FP8: tl.constexpr = scales_ptr is not None
     FIRST: tl.constexpr = IN - LEFT
     w = tl.load(weight_ptr + FIRST + r[:, None] * IN + tl.arange(0, K)[None, :], eviction_policy="evict_first")
-    x = load_features(x_ptr, FIRST, K, IN, FP8)
+    x = load_features(x_ptr, FIRST, K)
     if norm_ptr is not None:
         square += tl.sum(x * x, 0)
-        x *= load_features(norm_ptr, FIRST, K, IN, FP8)
-    return total + tl.sum(weight_values(w, scales_ptr, r, FIRST, IN, GROUP) * x[None, :], 1), square
+        x *= load_features(norm_ptr, FIRST, K)
+    return total + tl.sum(w.to(tl.float32) * x[None, :], 1), square
 
 
 @triton.jit
@@ -389,15 +363,15 @@ def inverse_rms(squares, eps, IN: tl.constexpr, SCALE: tl.constexpr):
 
 
 def operands(linear: Linear, tile: Tile, batch: int) -> tuple[tuple[Tensor, Tensor, Tensor | None], dict[str, Any]]:
-    """A projection's weight, bias and scales as the kernels take them, and the constants that go with them. A kernel without
-    scales (None, which is no argument of the compiled kernel) is that of dense weights."""
+    """A projection's weight, bias and scales as the kernels take them, and the constants that go with them. A batch's kernel
+    without scales (None, which is no argument of the compiled kernel) is that of dense weights."""
     weight, width = linear.weight, linear.weight.shape[1]
     k_slice, group = tile.k_slice, weight.group if isinstance(weight, Fp8) else 0
-    if batch > 1 and group:  # within a group on either half of a row
+    if group:  # within a group on either half of a row
         k_slice = min(k_slice, 2 * group if width % (2 * group) == 0 else group)
     assert batch == 1 or splits_fit(width // k_slice, tile.splits)  # a block without a slice would neither wait nor scale
-    shape = {"IN": width, "HAS_BIAS": linear.bias is not None, "ROWS": tile.rows, "GROUP": group, "K_SLICE": k_slice}
-    shape |= {"AHEAD": tile.ahead} if batch == 1 else {}
+    shape = {"IN": width, "HAS_BIAS": linear.bias is not None, "ROWS": tile.rows, "K_SLICE": k_slice}
+    shape |= {"AHEAD": tile.ahead} if batch == 1 else {"GROUP": group}
     if isinstance(weight, Tensor):
         return (weight, linear.bias if linear.bias is not None else weight, None), shape
     assert isinstance(weight, Fp8)

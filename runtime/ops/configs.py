@@ -24,7 +24,7 @@ class Tile:
         registers: a thread's at most, so that more blocks fit beside each other; one row of `multiplies` only. None: as many
             as the compiler wants.
 
-    One row of `multiplies` (token_linear): k_slice is what the warps take of a row together, 256 each; warps left over take
+    One row of `multiplies` (token_linear): k_slice is what the warps take of a row together, `piece` each; warps left over take
     other rows of the block, a pair or more each (for norm_gate_up: of a row of gate and one of up).
     """
 
@@ -38,7 +38,7 @@ class Tile:
 
 
 PIECE = 256
-"""In features that a warp takes of a row at a time, where tensor cores multiply one row."""
+"""Words of two bytes that a warp takes of a row at a time, where tensor cores multiply one row."""
 
 SINGLE: dict[tuple[Kernel, int, int], Tile] = {
     ("norm_linear", 12288, 4096): Tile(8, PIECE, 1, 1, ahead=3, registers=168),
@@ -60,17 +60,6 @@ BATCH: dict[tuple[Kernel, int, int], Tile] = {
 """Batches of 2 to 16 on an H200. 64 rows (of gate and up together): with fewer, Triton has no wgmma for them. Slices of 32 KB
 and more, since a turn of the loop costs as much for small ones; three of them leave room for a second block an SM, whose loads
 are on their way while the first one waits."""
-
-FP8_SINGLE: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(4, 4096, 4, 1),
-    ("norm_linear", 6144, 4096): Tile(4, 4096, 4, 1),
-    ("proj_residual", 4096, 4096): Tile(4, 4096, 4, 1),
-    ("norm_gate_up", 11008, 4096): Tile(2, 4096, 4, 1),
-    ("norm_gate_up", 14336, 4096): Tile(2, 4096, 4, 1),
-    ("proj_residual", 4096, 11008): Tile(2, 512, 1, 1, ahead=6),
-    ("proj_residual", 4096, 14336): Tile(2, 512, 1, 1, ahead=6),
-}
-"""Batch 1, FP8 weights: several rows a block, for what x takes is shared by them."""
 
 FP8_BATCH: dict[tuple[Kernel, int, int], Tile] = {
     ("norm_linear", 12288, 4096): Tile(64, 512, 4, 3),
@@ -94,24 +83,29 @@ def tile_for(kernel: Kernel, n: int, width: int, batch: int, itemsize: int, bloc
     shape = (kernel, n, width)
     if batch > 1:
         return {1: FP8_BATCH, 2: BATCH, 4: {}}[itemsize].get(shape) or _batch_rule(kernel, n, width, itemsize)
-    if blocks and itemsize == 1:  # longer slices spill under triton 3.6, a warp alone under 3.9
-        rows = 1 if kernel == "norm_gate_up" else 2
-        return Tile(min(rows, _floor_power(n)), min(512, _floor_power(width)), 2, 1, ahead=1)
-    timed = {1: FP8_SINGLE, 2: SINGLE, 4: {}}[itemsize].get(shape)
-    if timed is None and itemsize == 1:
-        return _fp8_single_rule(kernel, n, width)
-    return timed or _single_rule(kernel, n, width, itemsize)
+    if itemsize == 1:
+        return _fp8_single_rule(kernel, n, width, blocks)
+    return {2: SINGLE, 4: {}}[itemsize].get(shape) or _single_rule(kernel, n, width, itemsize)
 
 
 def multiplies(itemsize: int, width: int) -> bool:
-    """Whether tensor cores multiply one row of x, of `itemsize` bytes a number, with dense weights `[n, width]`."""
-    return itemsize == 2 and width % PIECE == 0
+    """Whether tensor cores multiply one row of x with weights `[n, width]` of `itemsize` bytes, as x has them or FP8."""
+    return itemsize == 1 or (itemsize == 2 and width % PIECE == 0)
 
 
-def _fp8_single_rule(kernel: Kernel, n: int, width: int) -> Tile:
-    """Long slices of several rows: 16 bytes a thread make 512 in features a warp."""
-    k_slice = min(4096, _floor_power(width))
-    return Tile(min(2 if kernel == "norm_gate_up" else 4, _floor_power(n)), k_slice, max(1, k_slice // 1024), 1)
+def piece(itemsize: int) -> int:
+    """In features that a warp takes of a row at a time, where tensor cores multiply one row."""
+    return PIECE * 2 // itemsize
+
+
+def _fp8_single_rule(kernel: Kernel, n: int, width: int, blocks: bool) -> Tile:
+    """Warps take rows of their own, and more slices are on their way than of dense weights; scales of blocks are as well."""
+    tile = Tile(4 if kernel == "norm_gate_up" else 8, piece(1), 4, 1, ahead=5, registers=96)
+    if kernel == "proj_residual":
+        tile = Tile(16, piece(1), 8, 1, ahead=6, registers=104) if width > 8192 else replace(tile, ahead=6, registers=104)
+    if blocks:
+        tile = replace(tile, ahead=tile.ahead - 1, registers=168)
+    return _cut_to(tile, kernel, n, 1)
 
 
 def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
@@ -130,17 +124,17 @@ def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
             tile = Tile(2, 4 * PIECE, 4, 1, ahead=4, registers=64) if shared else Tile(8, PIECE, 4, 1, ahead=5, registers=104)
         else:
             tile = Tile(8, PIECE, 4, 1, ahead=4, registers=72)
-        return _cut_to(tile, kernel, n)
+        return _cut_to(tile, kernel, n, itemsize)
     if width > 16384 and itemsize == 2:  # more than 64 slices spill under triton 3.9
         return Tile(min(2, n), 512, 2, 1, ahead=4)
     rows = {"norm_linear": 4, "proj_residual": 2, "norm_gate_up": 2}[kernel] * 2 // itemsize
     return Tile(min(max(rows, 1), _floor_power(n)), min(_floor_power(width), 256), 1, 1, ahead=4)
 
 
-def _cut_to(tile: Tile, kernel: Kernel, n: int) -> Tile:
+def _cut_to(tile: Tile, kernel: Kernel, n: int, itemsize: int) -> Tile:
     """The tile with no more rows than there are, and no warp without a pair of them."""
     rows = min(tile.rows, _floor_power(n))
-    shared = tile.k_slice // PIECE
+    shared = tile.k_slice // piece(itemsize)
     return replace(tile, rows=rows, warps=min(tile.warps, rows // (1 if kernel == "norm_gate_up" else 2) * shared))
 
 
@@ -180,12 +174,13 @@ def fits(tile: Tile, kernel: str, n: int, width: int, single: bool, itemsize: in
     powers = (tile.rows, tile.k_slice, tile.warps)
     if any(each & (each - 1) for each in powers) or min(*powers, tile.stages, tile.splits) < 1:
         return False
-    if tile.rows > n or tile.k_slice > width:
+    if tile.rows > n or tile.k_slice > (max(width, piece(1)) if single and itemsize == 1 else width):
         return False
     if single and multiplies(itemsize, width):
         pair = 1 if kernel == "norm_gate_up" else 2
-        whole = tile.k_slice % PIECE == 0 and width % tile.k_slice == 0 and tile.warps * PIECE >= tile.k_slice
-        return whole and tile.ahead > 0 and tile.rows * tile.k_slice >= pair * tile.warps * PIECE
+        own = piece(itemsize)
+        whole = tile.k_slice % own == 0 and (itemsize == 1 or width % tile.k_slice == 0) and tile.warps * own >= tile.k_slice
+        return whole and tile.ahead > 0 and tile.rows * tile.k_slice >= pair * tile.warps * own
     if single:
         return tile.ahead > 0
     least, most = (32, 512) if itemsize == 1 else (16, width)

@@ -1,9 +1,10 @@
 """Owns weights of 8 bits (e4m3): how they lie in memory, what kernels multiply with, and the way back to a dense matrix.
 
-Does not own the products, which are the dense kernels' (norm_linear, proj_residual, norm_gate_up), nor rounding (lowbit).
+Does not own the products (token_linear; of batches norm_linear, proj_residual, norm_gate_up), nor rounding (lowbit).
 
 Bytes 2k and 2k + 1 of a row are in features k and in / 2 + k: so a thread's 16-byte load goes with two of x, of 8 in features
-each. A batch's go to the tensor cores as they are, and x is put in their order.
+each. One row's become operands by their bits alone (`pairs`), the even bytes of a word of 32 bits being neighbours, and the odd
+ones. A batch's go to the tensor cores as they are, and x is put in their order.
 """
 
 from dataclasses import dataclass
@@ -82,6 +83,35 @@ class Fp8:
 def _value(code):
     """An e4m3 code in int32 -> float32. The bits, put where float32 has its own, are 2^-120 of the value, denormals too."""
     return ((code & 0x80) << 24 | (code & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+PAIRS = """{{
+    .reg .b32 a, b, c, d;
+    shl.b32 a, $2, {low}; shl.b32 b, $2, 8; and.b32 b, b, 0x80008000; lop3.b32 $0, a, {mask}, b, 0xea;
+    shr.b32 c, $2, {high}; and.b32 d, $2, 0x80008000; lop3.b32 $1, c, {mask}, d, 0xea;
+}}"""
+BF16_PAIRS = tl.constexpr(PAIRS.format(low=4, high=4, mask="0x07f007f0"))
+FP16_PAIRS = tl.constexpr(PAIRS.format(low=7, high=1, mask="0x3f803f80"))
+
+UNITS = {torch.bfloat16: 2.0**-120, torch.float16: 2.0**-8}
+"""What a weight of 1 is for `pairs`: the bits, put where a type has its own, are so much times the value, denormals too. In
+float32 it is 1."""
+
+RAISED = {torch.bfloat16: 2.0**100}
+"""By how much one token is scaled: as operands its weights are next to the type's smallest numbers."""
+
+
+@triton.jit
+def pairs(words, DOT_DTYPE: tl.constexpr):
+    """The low and the high bytes of words of 16 bits as numbers of DOT_DTYPE, each of the words' shape."""
+    if tl.float32 == DOT_DTYPE:
+        w = words.to(tl.int32)
+        low, high = _value(w & 0xFF), _value((w >> 8) & 0xFF)
+    else:
+        ASM: tl.constexpr = BF16_PAIRS if tl.bfloat16 == DOT_DTYPE else FP16_PAIRS
+        low, high = tl.inline_asm_elementwise(ASM, "=&r,=&r,r", [words], dtype=(tl.int16, tl.int16), is_pure=True, pack=2)
+        low, high = low.to(DOT_DTYPE, bitcast=True), high.to(DOT_DTYPE, bitcast=True)
+    return low, high
 
 
 @triton.jit

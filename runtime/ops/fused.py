@@ -30,7 +30,7 @@ class FusedOps:
     Every call writes into a workspace made at the first step of a batch size and returns it: a result lives until the same
     call's turn in the next layer. Between norm_qkv_rope and attention pass the raw float32 sums of q, k and v; the launch that
     makes x also leaves what the next norm needs (`Scaled`; not of one row in float32), which only that norm, of that x, takes
-    up. One row's dense products are one kernel (token_linear), cut for each place and named by it.
+    up. One row's products with dense and FP8 weights are one kernel (token_linear), cut for each place and named by it.
 
     Attributes:
         pdl: programmatic dependent launch. The embedding and the launch after it go without the attribute, so that rows.slots
@@ -66,8 +66,8 @@ class FusedOps:
         batch, width = len(slot_of_row), table.shape[1]
         x = self._buffer("embedded", (batch, width), table)
         rows = Rows(*(self._buffer(name, (batch,), slot_of_row) for name in ("slots", "positions")))
-        raised = isinstance(next_proj.weight, LowBit)
-        scaled = self._begin_norm(x, next_norm, "embed", embed_blocks(width), raised) if self._begins(x, raised) else None
+        raised = not isinstance(next_proj.weight, Tensor)
+        scaled = self._begin_norm(x, next_norm, "embed", embed_blocks(width), raised) if self._begins(x, next_proj) else None
         embed(slot_of_row, state, table, x, rows, next_norm, scaled)
         return x, rows
 
@@ -99,7 +99,8 @@ class FusedOps:
             return self._lowbit(a, proj, out, next_norm=next_norm, residual=x)
         tile = self._tile("proj_residual", a, proj)
         blocks = -(-proj.weight.shape[0] // tile.rows)
-        scaled = self._begin_norm(out, next_norm, "proj_residual", blocks) if self._begins(x) else None
+        raised = isinstance(proj.weight, Fp8)
+        scaled = self._begin_norm(out, next_norm, "proj_residual", blocks, raised) if self._begins(x, proj) else None
         if self._multiplies(a, proj):
             how = (self.pdl, self.interpreted)
             return token_linear(a, proj, out, tile, *how, residual=x, next_norm=next_norm, next_scaled=scaled)
@@ -114,7 +115,7 @@ class FusedOps:
         if isinstance(gate_up.weight, LowBit):
             return self._lowbit(x, gate_up, out, norm=norm, eps=eps, gated=True)
         tile = self._tile("norm_gate_up", x, gate_up)
-        begun = self._begun(x, norm) if self._begins(x) else None
+        begun = self._begun(x, norm) if self._begins(x, gate_up) else None
         if self._multiplies(x, gate_up):
             return token_linear(x, gate_up, out, tile, self.pdl, self.interpreted, scaled=begun, eps=eps, gated=True)
         return norm_gate_up(x, norm, begun, gate_up, eps, out, tile, self.pdl, self.interpreted)
@@ -127,7 +128,7 @@ class FusedOps:
         if isinstance(linear.weight, LowBit):
             return self._lowbit(x, linear, out, norm=norm, eps=eps, full_edge=full_edge)
         tile = self._tile("norm_linear", x, linear)
-        begun = self._begun(x, norm) if self._begins(x) else None
+        begun = self._begun(x, norm) if self._begins(x, linear) else None
         if self._multiplies(x, linear):
             return token_linear(x, linear, out, tile, self.pdl, self.interpreted, scaled=begun, eps=eps, full_edge=full_edge)
         return norm_linear(x, norm, begun, linear, eps, out, tile, self.pdl, self.interpreted, full_edge)
@@ -157,18 +158,18 @@ class FusedOps:
         return lowbit_linear(x, linear, out, tile, self.pdl, self.interpreted, **how)
 
     @staticmethod
-    def _begins(x: Tensor, lowbit: bool = False) -> bool:
-        """Whether the launch that makes x begins the norm that comes next: that of a batch, and one row's but in float32."""
-        return len(x) > 1 or lowbit or x.element_size() == 2
+    def _begins(x: Tensor, linear: Linear) -> bool:
+        """Whether the launch that makes x begins the norm before `linear`: a batch's, and one row's but of dense float32."""
+        return len(x) > 1 or not isinstance(linear.weight, Tensor) or x.element_size() == 2
 
     @staticmethod
     def _multiplies(x: Tensor, linear: Linear) -> bool:
         """Whether token_linear has the product."""
-        return len(x) == 1 and isinstance(linear.weight, Tensor) and multiplies(x.element_size(), x.shape[1])
+        return len(x) == 1 and (isinstance(linear.weight, Fp8) or multiplies(x.element_size(), x.shape[1]))
 
     def _begin_norm(self, x: Tensor, norm: Tensor, by: str, blocks: int, lowbit: bool = False) -> Scaled:
-        """Where the launch that makes x, in `blocks` blocks, begins the norm that comes next; `lowbit`: for INT4 weights."""
-        key = (by, blocks, x.shape[1], x.dtype, len(x) > 1)
+        """Where the launch that makes x, in `blocks` blocks, begins the norm that comes next; `lowbit`: for INT4 or FP8."""
+        key = (by, blocks, x.shape[1], x.dtype, len(x) > 1, lowbit)
         if key not in self._scaled:
             like = (x.shape[1], x.dtype, x.device, blocks)
             self._scaled[key] = (
@@ -200,9 +201,8 @@ class FusedOps:
         return self._buffers[key]
 
     def _tile(self, kernel: Kernel, x: Tensor, linear: Linear) -> Tile:
-        n = linear.weight.shape[0] // (2 if kernel == "norm_gate_up" else 1)
-        weight = linear.weight
-        itemsize = 1 if isinstance(weight, Fp8) and x.element_size() == 2 else x.element_size()
+        n, weight = linear.weight.shape[0] // (2 if kernel == "norm_gate_up" else 1), linear.weight
+        itemsize = 1 if isinstance(weight, Fp8) and (len(x) == 1 or x.element_size() == 2) else x.element_size()
         chosen = self.tiles.get(TileKey.of(kernel, len(x), n, x.shape[1], itemsize))
         assert chosen is None or isinstance(chosen, Tile)
         blocks = isinstance(weight, Fp8) and weight.group > 0

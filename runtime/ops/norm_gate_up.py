@@ -32,13 +32,11 @@ def _norm_gate_up_kernel(
     norm_ptr,
     weight_ptr,
     bias_ptr,
-    scales_ptr,
     out_ptr,
     n,
     eps,
     IN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -49,13 +47,10 @@ def _norm_gate_up_kernel(
     both = tl.arange(0, 2 * ROWS)
     both = both % ROWS + both // ROWS * n  # rows of gate, then the same ones of up
     weight_ptr += row.to(tl.int64) * IN
-    if scales_ptr is not None:
-        scales_ptr += row * (IN // GROUP if GROUP else 1)
-    w, g = first_slices(weight_ptr, both, norm_ptr, IN, K_SLICE, AHEAD, scales_ptr is not None)
-    scales = load_rows(scales_ptr, both, scales_ptr is not None and GROUP == 0)
+    w, g = first_slices(weight_ptr, both, norm_ptr, IN, K_SLICE, AHEAD)
     bias = load_rows(bias_ptr + row, both, HAS_BIAS)
     wait_for_previous(PDL)
-    total, square = stream_rows(w, g, scales, weight_ptr, scales_ptr, both, x_ptr, norm_ptr, IN, K_SLICE, AHEAD, GROUP)
+    total, square = stream_rows(w, g, weight_ptr, both, x_ptr, norm_ptr, IN, K_SLICE, AHEAD)
     total *= tl.rsqrt(square / IN + eps)
     if HAS_BIAS:
         total += bias.to(tl.float32)
@@ -132,7 +127,7 @@ def norm_gate_up(
     grid = (triton.cdiv(n, tile.rows),)
     if batch == 1:
         options = launch_options(tile.warps, 1, pdl)
-        _norm_gate_up_kernel[grid](x, norm, *weights, out, n, eps, **shape, **options)
+        _norm_gate_up_kernel[grid](x, norm, *weights[:2], out, n, eps, **shape, **options)
     else:
         assert scaled is not None
         shape |= scaled.constants | {"TOKENS": TOKENS, "DOT_DTYPE": dot_dtype(x.dtype, interpreted)}

@@ -32,13 +32,11 @@ def _norm_linear_kernel(
     norm_ptr,
     weight_ptr,
     bias_ptr,
-    scales_ptr,
     out_ptr,
     n,
     eps,
     IN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -48,13 +46,10 @@ def _norm_linear_kernel(
     row = tl.minimum(tl.program_id(0) * ROWS, n - ROWS)  # rows the last two blocks share get the same bits twice
     r = tl.arange(0, ROWS)
     weight_ptr += row.to(tl.int64) * IN
-    if scales_ptr is not None:
-        scales_ptr += row * (IN // GROUP if GROUP else 1)
-    w, g = first_slices(weight_ptr, r, norm_ptr, IN, K_SLICE, AHEAD, scales_ptr is not None)
-    scales = load_rows(scales_ptr, r, scales_ptr is not None and GROUP == 0)
+    w, g = first_slices(weight_ptr, r, norm_ptr, IN, K_SLICE, AHEAD)
     bias = load_rows(bias_ptr + row, r, HAS_BIAS)
     wait_for_previous(PDL)
-    total, square = stream_rows(w, g, scales, weight_ptr, scales_ptr, r, x_ptr, norm_ptr, IN, K_SLICE, AHEAD, GROUP)
+    total, square = stream_rows(w, g, weight_ptr, r, x_ptr, norm_ptr, IN, K_SLICE, AHEAD)
     total *= tl.rsqrt(square / IN + eps)
     if HAS_BIAS:
         total += bias.to(tl.float32)
@@ -130,7 +125,7 @@ def norm_linear(
     grid = (triton.cdiv(n, tile.rows),)
     if batch == 1:
         options = launch_options(tile.warps, 1, pdl and not full_edge)
-        _norm_linear_kernel[grid](x, norm, *weights, out, n, eps, **shape, **options)
+        _norm_linear_kernel[grid](x, norm, *weights[:2], out, n, eps, **shape, **options)
     else:
         assert scaled is not None
         shape |= scaled.constants | {"TOKENS": TOKENS, "DOT_DTYPE": dot_dtype(x.dtype, interpreted)}

@@ -29,7 +29,6 @@ def _proj_residual_kernel(
     a_ptr,
     weight_ptr,
     bias_ptr,
-    scales_ptr,
     x_ptr,
     out_ptr,
     norm_ptr,
@@ -39,7 +38,6 @@ def _proj_residual_kernel(
     IN: tl.constexpr,
     SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -49,15 +47,12 @@ def _proj_residual_kernel(
     row = tl.minimum(tl.program_id(0) * ROWS, n - ROWS)  # rows the last two blocks share get the same bits twice
     r = tl.arange(0, ROWS)
     weight_ptr += row.to(tl.int64) * IN
-    if scales_ptr is not None:
-        scales_ptr += row * (IN // GROUP if GROUP else 1)
-    w, g = first_slices(weight_ptr, r, None, IN, K_SLICE, AHEAD, scales_ptr is not None)
-    scales = load_rows(scales_ptr, r, scales_ptr is not None and GROUP == 0)
+    w, g = first_slices(weight_ptr, r, None, IN, K_SLICE, AHEAD)
     bias = load_rows(bias_ptr + row, r, HAS_BIAS)
     next_g = load_rows(norm_ptr, row + r, norm_ptr is not None)
     wait_for_previous(PDL)
     residual = tl.load(x_ptr + row + r).to(tl.float32)
-    total, _ = stream_rows(w, g, scales, weight_ptr, scales_ptr, r, a_ptr, None, IN, K_SLICE, AHEAD, GROUP)
+    total, _ = stream_rows(w, g, weight_ptr, r, a_ptr, None, IN, K_SLICE, AHEAD)
     if HAS_BIAS:
         total += bias.to(tl.float32)
     x = (residual + total).to(out_ptr.dtype.element_ty)
@@ -175,7 +170,7 @@ def proj_residual(
         options = launch_options(tile.warps, 1, pdl)
         begun = (None, None, None) if scaled is None else (norm, scaled.x, scaled.squares)
         shape |= {"SCALE": scaled.scale if scaled is not None else 1.0}
-        _proj_residual_kernel[(blocks,)](a, *weights, x, out, *begun, n, **shape, **options)
+        _proj_residual_kernel[(blocks,)](a, *weights[:2], x, out, *begun, n, **shape, **options)
     else:
         assert scaled is not None
         shape |= {"SPLITS": tile.splits, "TOKENS": TOKENS}

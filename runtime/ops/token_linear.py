@@ -1,15 +1,18 @@
-"""Owns the products of one token with dense weights of two bytes, through the tensor cores: QKV, output, gate and up, down and
-the LM head are one kernel here. Does not own float32, other widths or FP8 (norm_linear, proj_residual, norm_gate_up).
+"""Owns the products of one token, through the tensor cores: QKV, output, gate and up, down and the LM head are one kernel here,
+for dense weights of two bytes and for FP8. Does not own dense ones in float32 or of other widths (norm_linear, proj_residual,
+norm_gate_up), nor INT4 (lowbit_linear).
 
-A warp reads 512 bytes of a row at a time, 16 a lane, and the same 256 places of x. To the tensor cores (PTX ISA, mma.m16n8k16)
+A warp reads 512 bytes of a row at a time, 16 a lane, and the same places of x. To the tensor cores (PTX ISA, mma.m16n8k16)
 they are eight rows of weights and eight columns of x: lane 4c + t holds piece c of both, so that entry (c, c) of the product is
 piece c's part of the sum, and the other entries mean nothing. A second row of weights makes rows 8 to 15. So weights and x are
-used where a load puts them, without a conversion, and a pair of rows takes four registers to sum in, whatever a slice holds:
-a thread's registers are for weights on their way.
+used where a load puts them, and a pair of rows takes four registers to sum in, whatever a slice holds: a thread's registers are
+for weights on their way. Dense ones are multiplied as they are; FP8's become numbers by their bits, seven operations for four
+of them (`pairs`), and the two of a word meet places of x that are half a row apart.
 """
 
 from typing import Any  # noqa: F401 (comments tell types)
 
+import torch
 from torch import Tensor
 
 from runtime.ops import Linear
@@ -27,110 +30,184 @@ from runtime.ops._gemv import (
 )
 from runtime.ops._triton import tl, triton
 from runtime.ops.configs import PIECE, Tile, multiplies
+from runtime.ops.fp8 import RAISED, UNITS, Fp8, pairs
 
-COLUMNS = 8
+COLUMNS = tl.constexpr(8)
 """Columns of the smallest tensor core product, and pieces of 32 in features that a warp takes of a row at a time."""
 
 
 @triton.jit
-def _ask(weight_ptr, step, far, PAIRS: tl.constexpr, SLICE: tl.constexpr):
-    """One step's slices of each of a warp's pairs of rows, `far` numbers apart."""
+def _ask(weight_ptr, k, step, far, PAIRS: tl.constexpr, SLICE: tl.constexpr, STRIDE: tl.constexpr):
+    """One step's slices of each of a warp's pairs of rows, `far` words apart; 0 past the end of a row."""
     w = ()
     for p in tl.static_range(PAIRS):
-        w = w + (tl.load(weight_ptr + far * p + step * SLICE, eviction_policy="evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
+        at = weight_ptr + far * p + step * SLICE
+        if (step + 1) * SLICE > STRIDE:
+            w = w + (tl.load(at, mask=k < STRIDE - step * SLICE, other=0, eviction_policy="evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
+        else:
+            w = w + (tl.load(at, eviction_policy="evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
     return w
 
 
 @triton.jit
-def _operands(numbers, BATCH: tl.constexpr, ROWS: tl.constexpr):
-    """What lanes hold, warp after warp, as rows or columns of two products of 16 in features: `[BATCH, ROWS, 16]` each."""
+def _ask_groups(scales_ptr, group, step, far, PAIRS: tl.constexpr, SLICE: tl.constexpr, GROUPS: tl.constexpr):
+    """The scales of a step's groups for each pair of rows; past the end of a row the last again."""
+    found = ()
+    for p in tl.static_range(PAIRS):
+        at = group + step * SLICE
+        if (step + 1) * SLICE > GROUPS // 2:
+            at = tl.minimum(at, GROUPS - 1)
+        found = found + (tl.load(scales_ptr + far * p + at),)  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _operands(words, BATCH: tl.constexpr, ROWS: tl.constexpr):
+    """What lanes hold, warp after warp, as rows or columns of two products of 16 words: `[BATCH, ROWS, 16]` each."""
     # row (of 16: two times eight), warp, piece, lane of four, product, half, pair -> warp, row, half, lane, pair, product
-    parts = tl.reshape(numbers, [ROWS // 8, BATCH, 8, 4, 2, 2, 2])
+    parts = tl.reshape(words, [ROWS // 8, BATCH, 8, 4, 2, 2, 2])
     return tl.split(tl.reshape(tl.permute(parts, (1, 0, 2, 5, 3, 6, 4)), [BATCH, ROWS, 16, 2]))
+
+
+@triton.jit
+def _columns(
+    x_ptr, k, step, BATCH: tl.constexpr, SLICE: tl.constexpr, STRIDE: tl.constexpr, RAISE: tl.constexpr, DOT_DTYPE: tl.constexpr
+):  # fmt: skip
+    """One step's places of x, 0 past STRIDE, as columns `[BATCH, 16, 8]` of two products."""
+    if (step + 1) * SLICE > STRIDE:
+        x = tl.load(x_ptr + step * SLICE, mask=k < STRIDE - step * SLICE, other=0.0)
+    else:
+        x = tl.load(x_ptr + step * SLICE)
+    x = x.to(DOT_DTYPE)
+    if RAISE != 1.0:
+        x *= RAISE
+    columns, other_columns = _operands(x, BATCH, COLUMNS)
+    return tl.permute(columns, (0, 2, 1)), tl.permute(other_columns, (0, 2, 1))
+
+
+@triton.jit
+def _stacked(parts, COUNT: tl.constexpr):
+    """COUNT tensors `[A, B]`, a power of two up to 16, as one `[A, B, COUNT]`."""
+    for level in tl.static_range(4):
+        if COUNT >> level > 1:
+            joined = ()
+            for each in tl.static_range(COUNT >> (level + 1)):
+                both = tl.join(parts[each], parts[each + (COUNT >> (level + 1))])
+                joined = joined + (both,)  # type: ignore[assignment]  # noqa: RUF005
+            parts = joined
+    return tl.reshape(parts[0], [parts[0].shape[0], parts[0].shape[1], COUNT])
 
 
 @triton.jit(do_not_specialize=["n"], repr=named_by_place("token"))
 def _token_kernel(
-    x_ptr, squares_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr, out_squares_ptr, n, eps,
-    IN: tl.constexpr, PARTS: tl.constexpr, SCALE: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr,
-    ROW_WARPS: tl.constexpr, K_WARPS: tl.constexpr, AHEAD: tl.constexpr, COLUMNS: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, squares_ptr, weight_ptr, scales_ptr, bias_ptr, residual_ptr, out_ptr, norm_ptr, scaled_ptr, out_squares_ptr, n, eps,
+    IN: tl.constexpr, STRIDE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, RAISE: tl.constexpr, UNIT: tl.constexpr,
+    SCALE: tl.constexpr, GATED: tl.constexpr, PAIRS: tl.constexpr, ROW_WARPS: tl.constexpr, K_WARPS: tl.constexpr,
+    AHEAD: tl.constexpr, DOT_DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     WARPS: tl.constexpr = ROW_WARPS * K_WARPS
-    SLICE: tl.constexpr = K_WARPS * 256
-    STEPS: tl.constexpr = IN // SLICE
+    FP8: tl.constexpr = scales_ptr is not None
+    SLICE: tl.constexpr = K_WARPS * 256  # words: a number, or two of FP8
+    STEPS: tl.constexpr = (STRIDE + SLICE - 1) // SLICE
     PAIR: tl.constexpr = 1 if GATED else 2  # rows of the output that a pair of rows makes
     ROWS: tl.constexpr = ROW_WARPS * PAIRS * PAIR
     row = tl.minimum(tl.program_id(0) * ROWS, n - ROWS)  # rows the last two programs share get the same bits twice
     second = n if GATED else 1  # from a pair's first row to its second: a row of gate and of up, or neighbours
     i = tl.arange(0, 2 * WARPS * 256)
-    near = (i // SLICE % ROW_WARPS * (PAIRS * PAIR) + i // (WARPS * 256) * second) * IN + i % SLICE
-    weight_ptr += row.to(tl.int64) * IN + near
+    near = (i // SLICE % ROW_WARPS * (PAIRS * PAIR) + i // (WARPS * 256) * second) * STRIDE + i % SLICE
+    weight_ptr += row.to(tl.int64) * STRIDE + near
     w = ()  # type: tuple[Any, ...]
     for step in tl.static_range(AHEAD):
         if step < STEPS:
-            w = w + _ask(weight_ptr, step, PAIR * IN, PAIRS, SLICE)
+            w = w + _ask(weight_ptr, i % SLICE, step, PAIR * STRIDE, PAIRS, SLICE, STRIDE)
+    GROUPS: tl.constexpr = IN // GROUP if GROUP else 1
+    low_scales, high_scales = (), ()  # type: tuple[Any, ...], tuple[Any, ...]
+    if GROUP:
+        warp, m = tl.arange(0, WARPS)[:, None], tl.arange(0, 16)[None, :]
+        first = warp % K_WARPS * 256 + m % 8 * 32
+        scales_ptr += (row + warp // K_WARPS * (PAIRS * PAIR) + m // 8 * second) * GROUPS
+        low_group, high_group = first // GROUP, (STRIDE + first) // GROUP
+        for step in tl.static_range(AHEAD):
+            if step < STEPS:
+                low_scales += _ask_groups(scales_ptr, low_group, step, PAIR * GROUPS, PAIRS, SLICE // GROUP, GROUPS)
+                high_scales += _ask_groups(scales_ptr, high_group, step, PAIR * GROUPS, PAIRS, SLICE // GROUP, GROUPS)
     # Nothing of these is used, not even converted, before the end: whoever uses it waits for it.
-    pair = tl.arange(0, ROW_WARPS) * (PAIRS * PAIR)
-    r = row + pair[:, None] + (tl.arange(0, 2) * second)[None, :]
-    bias, g, residual = (), (), ()  # type: tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]
-    for p in tl.static_range(PAIRS):
-        bias = bias + (load_rows(bias_ptr, r + p * PAIR, bias_ptr is not None),)  # noqa: RUF005
-        g = g + (load_rows(norm_ptr, r + p * PAIR, norm_ptr is not None),)  # noqa: RUF005
+    pair = tl.arange(0, ROW_WARPS)[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    r = row + (pair * PAIR)[:, None, :] + (tl.arange(0, 2) * second)[None, :, None]
+    scales = load_rows(scales_ptr, r, FP8 and GROUP == 0)
+    bias, g = load_rows(bias_ptr, r, bias_ptr is not None), load_rows(norm_ptr, r, norm_ptr is not None)
     wait_for_previous(PDL)
     # Without PDL the loads below would come early, and registers not suffice. float32: the interpreter, without assembly.
     ask_before(not PDL and tl.float32 != DOT_DTYPE)
-    for p in tl.static_range(PAIRS):
-        residual = residual + (load_rows(residual_ptr, r + p * PAIR, residual_ptr is not None),)  # noqa: RUF005
+    residual = load_rows(residual_ptr, r, residual_ptr is not None)
     token = tl.arange(0, 1)
     squares = load_squares(squares_ptr, token, PARTS) if PARTS > 0 else tl.zeros((1, 1), tl.float32)
 
-    x_ptr += tl.arange(0, WARPS * 256) % SLICE  # each warp along rows has its own copy
+    k = tl.arange(0, WARPS * 256) % SLICE  # each warp along rows has its own copy
+    x_ptr += k
+    nothing = tl.zeros((WARPS, 16, COLUMNS), tl.float32)
     sums = ()  # type: tuple[Any, ...]
     for _ in tl.static_range(PAIRS):
-        sums = sums + (tl.zeros((WARPS, 16, COLUMNS), tl.float32),)  # noqa: RUF005
+        sums = sums + (nothing,)  # noqa: RUF005
     for step in tl.static_range(STEPS):
-        own = w[:PAIRS]
-        w = w[PAIRS:]
+        own, w = w[:PAIRS], w[PAIRS:]
+        low_scale, low_scales = low_scales[:PAIRS], low_scales[PAIRS:]
+        high_scale, high_scales = high_scales[:PAIRS], high_scales[PAIRS:]
         if step + AHEAD < STEPS:
-            w = w + _ask(weight_ptr, step + AHEAD, PAIR * IN, PAIRS, SLICE)
-        x, other_x = _operands(tl.load(x_ptr + step * SLICE).to(DOT_DTYPE), WARPS, COLUMNS)
-        x, other_x = tl.permute(x, (0, 2, 1)), tl.permute(other_x, (0, 2, 1))
+            w = w + _ask(weight_ptr, i % SLICE, step + AHEAD, PAIR * STRIDE, PAIRS, SLICE, STRIDE)
+            if GROUP:
+                low_scales += _ask_groups(scales_ptr, low_group, step + AHEAD, PAIR * GROUPS, PAIRS, SLICE // GROUP, GROUPS)
+                high_scales += _ask_groups(scales_ptr, high_group, step + AHEAD, PAIR * GROUPS, PAIRS, SLICE // GROUP, GROUPS)
+        x, other_x = _columns(x_ptr, k, step, WARPS, SLICE, STRIDE, RAISE, DOT_DTYPE)
+        if FP8:
+            high_x, other_high_x = _columns(x_ptr + STRIDE, k, step, WARPS, SLICE, STRIDE, RAISE, DOT_DTYPE)
         new_sums = ()  # type: tuple[Any, ...]
         for p in tl.static_range(PAIRS):
-            rows, other_rows = _operands(own[p].to(DOT_DTYPE), WARPS, 16)
-            sum = tl.dot(rows, x, sums[p], input_precision="ieee")
-            new_sums = new_sums + (tl.dot(other_rows, other_x, sum, input_precision="ieee"),)  # noqa: RUF005
+            rows, other_rows = _operands(own[p], WARPS, 16)
+            if FP8:
+                low, high = pairs(rows, DOT_DTYPE)
+                other_low, other_high = pairs(other_rows, DOT_DTYPE)
+                sum = tl.dot(low, x, nothing if GROUP else sums[p], input_precision="ieee")
+                sum = tl.dot(other_low, other_x, sum, input_precision="ieee")
+                if GROUP:
+                    sum = sums[p] + sum * low_scale[p][:, :, None]
+                high_sum = tl.dot(high, high_x, nothing if GROUP else sum, input_precision="ieee")
+                high_sum = tl.dot(other_high, other_high_x, high_sum, input_precision="ieee")
+                sum = sum + high_sum * high_scale[p][:, :, None] if GROUP else high_sum
+            else:
+                sum = tl.dot(rows.to(DOT_DTYPE), x, sums[p], input_precision="ieee")
+                sum = tl.dot(other_rows.to(DOT_DTYPE), other_x, sum, input_precision="ieee")
+            new_sums = new_sums + (sum,)  # noqa: RUF005
         sums = new_sums
 
-    factor = 1.0
+    factor = 1.0 / UNIT
     if PARTS > 0:
-        factor = tl.sum(inverse_rms(squares, eps, IN, SCALE), 0)
+        factor = tl.sum(inverse_rms(squares, eps, IN, UNIT), 0)
     matched = (tl.arange(0, 16) % COLUMNS)[:, None] == tl.arange(0, COLUMNS)[None, :]
     program = tl.cdiv(row, ROWS)  # again: not to be kept
-    own_squares = 0.0
+    diagonals = ()  # type: tuple[Any, ...]
     for p in tl.static_range(PAIRS):
-        total = tl.reshape(tl.sum(tl.where(matched[None], sums[p], 0.0), 2), [ROW_WARPS, K_WARPS, 2, 8])
-        total = tl.sum(tl.sum(total, 3), 1) * factor
-        if bias_ptr is not None:
-            total += bias[p].to(tl.float32)
-        at = r + p * PAIR
-        if GATED:
-            gate, up = tl.split(total)
-            tl.store(out_ptr + row + pair + p, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty))
-        else:
-            if residual_ptr is not None:
-                total += residual[p].to(tl.float32)
-            rounded = total.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + at, rounded)
-            if norm_ptr is not None:
-                rounded = rounded.to(tl.float32)
-                scaled = rounded * g[p].to(tl.float32) * SCALE
-                tl.store(scaled_ptr + at, scaled.to(scaled_ptr.dtype.element_ty))
-                own_squares += tl.sum(tl.sum(tl.where(at >= program * ROWS, rounded * rounded, 0.0), 1), 0)
-    if norm_ptr is not None:
-        tl.store(out_squares_ptr + program, own_squares)
+        diagonals = diagonals + (tl.sum(tl.where(matched[None], sums[p], 0.0), 2),)  # noqa: RUF005
+    total = tl.reshape(_stacked(diagonals, PAIRS), [ROW_WARPS, K_WARPS, 2, 8, PAIRS])
+    total = tl.sum(tl.sum(total, 3), 1) * factor  # of all pairs at once: warps meet here
+    if FP8 and GROUP == 0:
+        total *= scales
+    if bias_ptr is not None:
+        total += bias.to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.permute(total, (0, 2, 1)))
+        tl.store(out_ptr + row + pair, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty))
+    else:
+        if residual_ptr is not None:
+            total += residual.to(tl.float32)
+        rounded = total.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + r, rounded)
+        if norm_ptr is not None:
+            rounded = rounded.to(tl.float32)
+            tl.store(scaled_ptr + r, (rounded * g.to(tl.float32) * SCALE).to(scaled_ptr.dtype.element_ty))
+            own = tl.where(r >= program * ROWS, rounded * rounded, 0.0)
+            tl.store(out_squares_ptr + program, tl.sum(tl.sum(tl.sum(own, 2), 1), 0))
 
 
 def token_linear(
@@ -150,31 +227,41 @@ def token_linear(
 ) -> Tensor:
     """x `[1, in]` -> out `[1, N]` = linear(x), summed in float32, rounded once to out's type. With `scaled`, of the norm begun
     there; with `residual [1, N]`, added to it, and `next_norm [N]` begun in `next_scaled`; `gated`: silu of the first half of
-    the rows times the second, `[1, N / 2]`. x, weight and norms are of one type of two bytes, all contiguous, `in` a multiple
-    of 256 (`configs.multiplies`). full_edge: as in norm_linear.
+    the rows times the second, `[1, N / 2]`. x and norms are of one type, and dense weights too, which have two bytes and `in` a
+    multiple of 256 (`configs.multiplies`); all contiguous. full_edge: as in norm_linear.
 
     Bytes: the weights, once; x (by every program) and out stay in L2. Torch twin: `F.linear`, with what comes before and after.
     """
-    weight = linear.weight
-    assert isinstance(weight, Tensor)
-    assert multiplies(x.element_size(), x.shape[1])
-    n, k_warps = weight.shape[0] // (2 if gated else 1), tile.k_slice // PIECE
+    weight, width = linear.weight, x.shape[1]
+    raised = unit = 1.0
+    if isinstance(weight, Fp8):
+        words, scales, group = weight.codes.view(torch.int16), weight.scales, weight.group
+        if not interpreted:
+            raised, unit = RAISED.get(x.dtype, 1.0), UNITS.get(x.dtype, 1.0)
+    else:
+        assert isinstance(weight, Tensor)
+        assert multiplies(x.element_size(), width)
+        words, scales, group = weight, None, 0
+    stride = words.shape[1]
+    n, k_warps = weight.shape[0] // (2 if gated else 1), tile.k_slice * stride // (PIECE * width)
     row_warps = tile.warps // k_warps
-    begun = scaled or next_scaled
     _token_kernel[(triton.cdiv(n, tile.rows),)](
         *((x, None) if scaled is None else (scaled.x, scaled.squares)),
-        *(weight, linear.bias, residual, out),
+        *(words, scales, linear.bias, residual, out),
         *((None, None, None) if next_scaled is None else (next_norm, next_scaled.x, next_scaled.squares)),
         *(n, eps),
-        IN=x.shape[1],
+        IN=width,
+        STRIDE=stride,
+        GROUP=group,
         PARTS=len(scaled.squares) if scaled is not None else 0,
-        SCALE=begun.scale if begun is not None else 1.0,
+        RAISE=raised if scaled is None else 1.0,
+        UNIT=unit * (scaled.scale if scaled is not None else raised),
+        SCALE=next_scaled.scale if next_scaled is not None else 1.0,
         GATED=gated,
         PAIRS=tile.rows // (row_warps * (1 if gated else 2)),
         ROW_WARPS=row_warps,
         K_WARPS=k_warps,
         AHEAD=tile.ahead,
-        COLUMNS=COLUMNS,
         DOT_DTYPE=dot_dtype(x.dtype, interpreted),
         PDL=pdl,
         maxnreg=tile.registers,

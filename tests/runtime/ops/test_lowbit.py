@@ -227,7 +227,9 @@ def test_a_batchs_products_with_int4_weights_are_exact_over_steps_and_splits_tha
 
 @needs_kernels
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("format", "group", "width"), [("fp8", 0, 100), ("int4", 32, 96)])
+@pytest.mark.parametrize(
+    ("format", "group", "width"), [("fp8", 0, 100), ("fp8", 0, 1388), ("fp8", 128, 1408), ("int4", 32, 96)]
+)
 def test_rows_and_in_features_that_tiles_do_not_divide_are_right(format, group, width, batch):
     ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), torch.randn(batch, width, device=DEVICE)
     residual = torch.randn(batch, 40, device=DEVICE)
