@@ -25,6 +25,10 @@ STAGGER = tl.constexpr(5)
 of all rows at once, and meet in the same memory channels."""
 
 
+RAISED = {torch.bfloat16: 2.0**100}
+"""By how much one token is scaled for weights of 8 and 4 bits: as operands those are next to the type's smallest numbers."""
+
+
 @dataclass(frozen=True)
 class Scaled:
     """The residual stream on its way into a norm, made by the launch that made x: x times the norm's weight in x's dtype
@@ -39,12 +43,15 @@ class Scaled:
     scale: float
 
     @classmethod
-    def make(cls, width: int, dtype: torch.dtype, device: torch.device, parts: int, tokens: int = TOKENS) -> "Scaled":
-        """For x of `width` features, written in `parts` blocks; `tokens`: 16 for any batch, or 1."""
+    def make(
+        cls, width: int, dtype: torch.dtype, device: torch.device, parts: int, tokens: int = TOKENS, raised: bool = False
+    ) -> "Scaled":
+        """For x of `width` features, written in `parts` blocks; `tokens`: 16 for any batch, or 1; `raised`: by `RAISED`, here
+        and not by each block that reads x."""
         return cls(
             torch.zeros((tokens, width), dtype=dtype, device=device),
             torch.zeros((triton.next_power_of_2(parts), tokens), dtype=torch.float32, device=device),
-            2.0**-6 if dtype == torch.float16 else 1.0,
+            2.0**-6 if dtype == torch.float16 else RAISED.get(dtype, 1.0) if raised else 1.0,
         )
 
     @property

@@ -97,9 +97,6 @@ UNITS = {torch.bfloat16: 2.0**-120, torch.float16: 2.0**-8}
 """What a weight of 1 is for `pairs`: the bits, put where a type has its own, are so much times the value, denormals too. In
 float32 it is 1."""
 
-RAISED = {torch.bfloat16: 2.0**100}
-"""By how much one token is scaled: as operands its weights are next to the type's smallest numbers."""
-
 
 @triton.jit
 def pairs(words, DOT_DTYPE: tl.constexpr):

@@ -15,7 +15,7 @@ from runtime.ops.configs import Kernel, Tile, multiplies, tile_for
 from runtime.ops.embed import embed, embed_blocks
 from runtime.ops.fp8 import Fp8
 from runtime.ops.lowbit import TILE_ROWS, LowBit
-from runtime.ops.lowbit_linear import begun_token, lowbit_linear, lowbit_tile
+from runtime.ops.lowbit_linear import lowbit_linear, lowbit_tile
 from runtime.ops.norm_gate_up import norm_gate_up
 from runtime.ops.norm_linear import norm_linear
 from runtime.ops.proj_residual import proj_residual
@@ -29,8 +29,9 @@ class FusedOps:
 
     Every call writes into a workspace made at the first step of a batch size and returns it: a result lives until the same
     call's turn in the next layer. Between norm_qkv_rope and attention pass the raw float32 sums of q, k and v; the launch that
-    makes x also leaves what the next norm needs (`Scaled`; not of one row in float32), which only that norm, of that x, takes
-    up. One row's products with dense and FP8 weights are one kernel (token_linear), cut for each place and named by it.
+    makes x also leaves what the next norm needs (`Scaled`; not of one row in float32 with dense weights), which only that norm,
+    of that x, takes up. One row's products with dense and FP8 weights are one kernel (token_linear), cut for each place and
+    named by it.
 
     Attributes:
         pdl: programmatic dependent launch. The embedding and the launch after it go without the attribute, so that rows.slots
@@ -171,10 +172,8 @@ class FusedOps:
         """Where the launch that makes x, in `blocks` blocks, begins the norm that comes next; `lowbit`: for INT4 or FP8."""
         key = (by, blocks, x.shape[1], x.dtype, len(x) > 1, lowbit)
         if key not in self._scaled:
-            like = (x.shape[1], x.dtype, x.device, blocks)
-            self._scaled[key] = (
-                begun_token(*like) if lowbit and len(x) == 1 else Scaled.make(*like, TOKENS if len(x) > 1 else 1)
-            )
+            tokens, raised = (1, lowbit) if len(x) == 1 else (TOKENS, False)
+            self._scaled[key] = Scaled.make(x.shape[1], x.dtype, x.device, blocks, tokens, raised)
         self._in_norm = (x, norm, self._scaled[key])
         return self._scaled[key]
 

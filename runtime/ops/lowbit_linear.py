@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runtime.ops import Linear
 from runtime.ops._gemv import (
+    RAISED,
     TOKENS,
     Scaled,
     ask_before,
@@ -34,9 +35,6 @@ from runtime.ops.lowbit_batch import CENTERED_UNIT, lowbit_batch_kernel
 
 COLUMNS = 8
 """Token columns of the smallest tensor core product: one token fills them all."""
-
-RAISED = {torch.bfloat16: 2.0**100}
-"""By how much one token is scaled: as operands its weights are next to the type's smallest number."""
 
 SMALLEST = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 """The smallest number of a type, which a code of 1 is for `codes`."""
@@ -228,13 +226,6 @@ def lowbit_tile(weight: LowBit, batch: int, gated: bool = False) -> LowBitTile:
 def _tiles(weight: LowBit) -> int:
     """Tiles of a step: those of a scale group, or one that holds two of them."""
     return max(1, weight.group // TILE_WIDTH)
-
-
-def begun_token(width: int, dtype: torch.dtype, device: torch.device, parts: int) -> Scaled:
-    """`Scaled.make` for one token, `[1, width]` and `[parts, 1]`, which is raised here and not by each block that reads it."""
-    x = torch.zeros((1, width), dtype=dtype, device=device)
-    squares = torch.zeros((triton.next_power_of_2(parts), 1), dtype=torch.float32, device=device)
-    return Scaled(x, squares, 2.0**-6 if dtype == torch.float16 else RAISED.get(dtype, 1.0))
 
 
 def lowbit_linear(

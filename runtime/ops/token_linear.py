@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runtime.ops import Linear
 from runtime.ops._gemv import (
+    RAISED,
     Scaled,
     ask_before,
     dot_dtype,
@@ -29,8 +30,8 @@ from runtime.ops._gemv import (
     wait_for_previous,
 )
 from runtime.ops._triton import tl, triton
-from runtime.ops.configs import PIECE, Tile, multiplies
-from runtime.ops.fp8 import RAISED, UNITS, Fp8, pairs
+from runtime.ops.configs import Tile, multiplies, piece
+from runtime.ops.fp8 import UNITS, Fp8, pairs
 
 COLUMNS = tl.constexpr(8)
 """Columns of the smallest tensor core product, and pieces of 32 in features that a warp takes of a row at a time."""
@@ -235,15 +236,14 @@ def token_linear(
     weight, width = linear.weight, x.shape[1]
     raised = unit = 1.0
     if isinstance(weight, Fp8):
-        words, scales, group = weight.codes.view(torch.int16), weight.scales, weight.group
+        words, scales, group, own = weight.codes.view(torch.int16), weight.scales, weight.group, piece(1)
         if not interpreted:
             raised, unit = RAISED.get(x.dtype, 1.0), UNITS.get(x.dtype, 1.0)
     else:
         assert isinstance(weight, Tensor)
         assert multiplies(x.element_size(), width)
-        words, scales, group = weight, None, 0
-    stride = words.shape[1]
-    n, k_warps = weight.shape[0] // (2 if gated else 1), tile.k_slice * stride // (PIECE * width)
+        words, scales, group, own = weight, None, 0, piece(2)
+    n, k_warps = weight.shape[0] // (2 if gated else 1), tile.k_slice // own
     row_warps = tile.warps // k_warps
     _token_kernel[(triton.cdiv(n, tile.rows),)](
         *((x, None) if scaled is None else (scaled.x, scaled.squares)),
@@ -251,7 +251,7 @@ def token_linear(
         *((None, None, None) if next_scaled is None else (next_norm, next_scaled.x, next_scaled.squares)),
         *(n, eps),
         IN=width,
-        STRIDE=stride,
+        STRIDE=words.shape[1],
         GROUP=group,
         PARTS=len(scaled.squares) if scaled is not None else 0,
         RAISE=raised if scaled is None else 1.0,
