@@ -63,18 +63,18 @@ def _ask_groups(scales_ptr, group, step, far, PAIRS: tl.constexpr, SLICE: tl.con
 
 
 @triton.jit
-def _operands(words, BATCH: tl.constexpr, ROWS: tl.constexpr):
-    """What lanes hold, warp after warp, as rows or columns of two products of 16 words: `[BATCH, ROWS, 16]` each."""
-    # row (of 16: two times eight), warp, piece, lane of four, product, half, pair -> warp, row, half, lane, pair, product
-    parts = tl.reshape(words, [ROWS // 8, BATCH, 8, 4, 2, 2, 2])
-    return tl.split(tl.reshape(tl.permute(parts, (1, 0, 2, 5, 3, 6, 4)), [BATCH, ROWS, 16, 2]))
+def _rows(words, BATCH: tl.constexpr):
+    """What lanes hold, warp after warp, as rows `[BATCH, 16, 32]` of two products of 16 words."""
+    # half of the rows, warp, piece, lane of four, product, half, pair -> warp, row, product, half, lane, pair
+    parts = tl.reshape(words, [2, BATCH, 8, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(parts, (1, 0, 2, 4, 5, 3, 6)), [BATCH, 16, 32])
 
 
 @triton.jit
 def _columns(
     x_ptr, k, step, BATCH: tl.constexpr, SLICE: tl.constexpr, STRIDE: tl.constexpr, RAISE: tl.constexpr, DOT_DTYPE: tl.constexpr
 ):  # fmt: skip
-    """One step's places of x, 0 past STRIDE, as columns `[BATCH, 16, 8]` of two products."""
+    """One step's places of x, 0 past STRIDE, as columns `[BATCH, 32, 8]`, in the order of `_rows`."""
     if (step + 1) * SLICE > STRIDE:
         x = tl.load(x_ptr + step * SLICE, mask=k < STRIDE - step * SLICE, other=0.0)
     else:
@@ -82,8 +82,8 @@ def _columns(
     x = x.to(DOT_DTYPE)
     if RAISE != 1.0:
         x *= RAISE
-    columns, other_columns = _operands(x, BATCH, COLUMNS)
-    return tl.permute(columns, (0, 2, 1)), tl.permute(other_columns, (0, 2, 1))
+    parts = tl.reshape(x, [BATCH, COLUMNS, 4, 2, 2, 2])
+    return tl.reshape(tl.permute(parts, (0, 3, 4, 2, 5, 1)), [BATCH, 32, COLUMNS])
 
 
 @triton.jit
@@ -160,25 +160,21 @@ def _token_kernel(
             if GROUP:
                 low_scales += _ask_groups(scales_ptr, low_group, step + AHEAD, PAIR * GROUPS, PAIRS, SLICE // GROUP, GROUPS)
                 high_scales += _ask_groups(scales_ptr, high_group, step + AHEAD, PAIR * GROUPS, PAIRS, SLICE // GROUP, GROUPS)
-        x, other_x = _columns(x_ptr, k, step, WARPS, SLICE, STRIDE, RAISE, DOT_DTYPE)
+        x = _columns(x_ptr, k, step, WARPS, SLICE, STRIDE, RAISE, DOT_DTYPE)
         if FP8:
-            high_x, other_high_x = _columns(x_ptr + STRIDE, k, step, WARPS, SLICE, STRIDE, RAISE, DOT_DTYPE)
+            high_x = _columns(x_ptr + STRIDE, k, step, WARPS, SLICE, STRIDE, RAISE, DOT_DTYPE)
         new_sums = ()  # type: tuple[Any, ...]
         for p in tl.static_range(PAIRS):
-            rows, other_rows = _operands(own[p], WARPS, 16)
+            rows = _rows(own[p], WARPS)
             if FP8:
                 low, high = pairs(rows, DOT_DTYPE)
-                other_low, other_high = pairs(other_rows, DOT_DTYPE)
                 sum = tl.dot(low, x, nothing if GROUP else sums[p], input_precision="ieee")
-                sum = tl.dot(other_low, other_x, sum, input_precision="ieee")
                 if GROUP:
                     sum = sums[p] + sum * low_scale[p][:, :, None]
                 high_sum = tl.dot(high, high_x, nothing if GROUP else sum, input_precision="ieee")
-                high_sum = tl.dot(other_high, other_high_x, high_sum, input_precision="ieee")
                 sum = sum + high_sum * high_scale[p][:, :, None] if GROUP else high_sum
             else:
                 sum = tl.dot(rows.to(DOT_DTYPE), x, sums[p], input_precision="ieee")
-                sum = tl.dot(other_rows.to(DOT_DTYPE), other_x, sum, input_precision="ieee")
             new_sums = new_sums + (sum,)  # noqa: RUF005
         sums = new_sums
 
