@@ -147,10 +147,10 @@ def _lowbit_kernel(
                 even = nothing if HAS_ZEROS else offset
                 odd = nothing
                 for s in tl.static_range(S):
-                    parts = codes(own[i * LOADS + s], DOT_DTYPE)
+                    words = tl.reshape(own[i * LOADS + s], [KS, 8, 4, 2, 2, 2])  # g, lane t, half k, half row, pair
+                    parts = codes(tl.reshape(tl.permute(words, (0, 4, 1, 3, 2, 5)), [KS, 16, 16]), DOT_DTYPE)
                     for j in tl.static_range(OPERANDS):
-                        part = tl.reshape(parts[half * OPERANDS + j], [KS, 8, 4, 2, 2, 2])  # g, lane t, half k, half row, pair
-                        w = tl.reshape(tl.permute(part, (0, 4, 1, 3, 2, 5)), [KS, 16, 16])
+                        w = parts[half * OPERANDS + j]
                         if j % 2 == 0:
                             even = tl.dot(w, xs[s * OPERANDS + j], even, input_precision="ieee")
                         else:
