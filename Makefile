@@ -5,6 +5,9 @@ TORCH ?= torch>=2.11
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Two workers side by side, one where there is a GPU (tests/conftest.py); a file's tests stay together.
+SHARED := -n auto --dist loadfile --no-loadscope-reorder
+
 .PHONY: demo test clients fuzz soak clean FORCE
 
 demo: .venv/.base
@@ -20,7 +23,7 @@ test: .venv/.test
 	@echo "== Types =="
 	$(BIN)/mypy
 	@echo "== Tests =="
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SHARED)
 
 fuzz: .venv/.test
 	FUZZ_SHARE=1 $(BIN)/python -m pytest tests/models/test_fuzz.py

@@ -1,14 +1,10 @@
-"""For every test: torch keeps to one thread, since tests are small and several processes share the machine; cuBLAS has no
-workspace, as behind every door; and tests marked `gpu` are skipped without one.
+"""For every test: torch keeps to one thread, here and in processes that tests start, since several share the machine; cuBLAS
+has no workspace, as behind every door; and tests marked `gpu` are skipped without one. For `make test`: what plays beside what.
 """
 
 import os
-import subprocess
-import sys
-from contextlib import ExitStack
-from functools import cache
-from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":0:0")  # read at torch's first product
 
 import pytest
@@ -22,29 +18,17 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a CUDA device")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def interpreted(request):
-    """Gives the process that plays a file's tests in Triton's interpreter (TRITON_INTERPRET is read at import). Those that are
-    asked for start before the first test, and take what processor time the others leave."""
-    with ExitStack() as stack:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Two, which two cores play at once. A GPU is one session's alone: what it is timed at is not another's work."""
+    return 1 if torch.cuda.is_available() else 2
 
-        @cache
-        def play(file):
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider"]
-            process = subprocess.Popen(
-                [*command, str(Path(__file__).parent / file)],
-                env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            os.setpriority(os.PRIO_PROCESS, process.pid, 10)
-            return process
 
-        if "PYTEST_XDIST_WORKER" not in os.environ:  # each worker would play all
-            for item in request.session.items:
-                if item.path.name == "test_interpreter.py":
-                    play(item.callspec.params["file"])
-        yield play
+def pytest_collection_modifyitems(items):
+    """Files of minutes begin first, so that no worker is left alone with one: the interpreter's, whose processes give way, and
+    beside them the server's, where clients and a browser watch what comes when."""
+
+    def place(item):
+        return item.path.name != "test_interpreter.py", item.path.parent.name != "server", "compile" not in item.path.name
+
+    items.sort(key=place)

@@ -1,6 +1,11 @@
-"""The kernels' tests in Triton's interpreter. Each file takes up to minutes in a process of its own: conftest.py starts them
-before the first test, they play beside all others, and this file comes behind the folders to hear how they ended.
+"""The kernels' tests in Triton's interpreter. TRITON_INTERPRET is read at import: each file is a process of its own, which
+gives way to whatever plays beside it.
 """
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy
 import pytest
@@ -19,8 +24,10 @@ FILES = [f"runtime/ops/test_{name}.py" for name in ("kernels", "token_linear", "
 
 @pytest.mark.timeout(0)  # each test of the process has its own
 @pytest.mark.parametrize("file", FILES)
-def test_every_kernel_is_its_twin_in_the_interpreter(interpreted, file):
-    done = interpreted(file)
-    out, err = done.communicate()
-    assert done.returncode == 0, out[-4000:] + err[-2000:]
-    assert "skipped" not in out
+def test_every_kernel_is_its_twin_in_the_interpreter(file):
+    command = ["nice", sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider"]
+    command += [str(Path(__file__).parent / file)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout
