@@ -96,7 +96,7 @@ def neighbours(tile: Any, key: TileKey) -> Iterator[Any]:
         if single:
             most |= {"splits": 0, "stages": 0}  # one row's kernels have neither
         else:
-            most |= {"ahead": 0} | ({} if key.kernel == "proj_residual" else {"splits": 0})
+            most |= {"ahead": 0} | ({"splits": 0} if key.kernel == "norm_gate_up" else {})
     for each in fields(tile):
         value = getattr(tile, each.name)
         moves = [not value] if isinstance(value, bool) else [value // 2, value * 2 or 1] if isinstance(value, int) else []

@@ -281,6 +281,21 @@ def _slice_dot(acc, w, x, scales_ptr, r, s, IN: tl.constexpr, GROUP: tl.constexp
 
 
 @triton.jit
+def share_of_slices(split, IN: tl.constexpr, K_SLICE: tl.constexpr, SPLITS: tl.constexpr):
+    """Of the in features this split's part, for `tokens_dot`: where it starts, its number of whole slices, and where what is
+    left behind a row's last whole slice ends, which the last split takes."""
+    SLICES: tl.constexpr = IN // K_SLICE
+    SHARE: tl.constexpr = (SLICES + SPLITS - 1) // SPLITS
+    if SPLITS == 1:
+        start, slices, end = 0, SLICES, IN
+    else:
+        start = split * SHARE
+        slices, end = tl.minimum(SLICES - start, SHARE), tl.where(split == SPLITS - 1, IN, 0)
+        start *= K_SLICE
+    return start, slices, end
+
+
+@triton.jit
 def in_turn(i, turn, count):
     """The i-th of count, 0 <= i <= count, where the turn-th comes first and behind the last the 0th. turn is below count: a
     remainder for every i would cost a loop 20 to 30 instructions a turn. Of unsigned numbers the smaller one is in range."""

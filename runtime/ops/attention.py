@@ -62,10 +62,19 @@ def _absorb(query, k, v, s, end, top, total, acc, DOT_DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _load_sums(ptr, plane, mask, Q_PARTS: tl.constexpr):
+    """The numbers at ptr, each the sum of Q_PARTS, `plane` apart."""
+    total = tl.load(ptr, mask=mask, other=0.0)
+    for i in tl.static_range(1, Q_PARTS):
+        total += tl.load(ptr + i * plane, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
 def _begin(
     q_ptr, k_ptr, v_ptr, cos, sin, norms, row, head, split, position, g, d, scale, eps,
     ROTATE: tl.constexpr, HEAD_NORM: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    Q_PARTS: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """After the wait: the query, normed, rotated and scaled, in DOT_DTYPE, and maximum, total and weighted sum so far: those of
     the current key and value in split 0, which also writes them to the cache; elsewhere of nothing."""
@@ -76,13 +85,15 @@ def _begin(
     now = position.to(tl.int64) * D + d[None, :]
     if ROTATE:
         # From the projection's float32 sums: per-head norms, rotation, and the cache write.
-        q_ptr += row * (K * GROUP + 2 * K) * D
+        width: tl.constexpr = (K * GROUP + 2 * K) * D
+        plane = tl.num_programs(0) * width
+        q_ptr += row * width
         k_row = (K * GROUP + head) * D
-        q = tl.load(q_ptr + (head * GROUP + g[:, None]) * D + d[None, :], mask=q_mask, other=0.0)
-        q_other = tl.load(q_ptr + (head * GROUP + g[:, None]) * D + other[None, :], mask=q_mask, other=0.0)
-        k_now = tl.load(q_ptr + k_row + d, mask=own, other=0.0)[None, :]
-        k_other = tl.load(q_ptr + k_row + other, mask=own, other=0.0)[None, :]
-        v_now = tl.load(q_ptr + k_row + K * D + d, mask=own, other=0.0)[None, :].to(v_ptr.dtype.element_ty)
+        q = _load_sums(q_ptr + (head * GROUP + g[:, None]) * D + d[None, :], plane, q_mask, Q_PARTS)
+        q_other = _load_sums(q_ptr + (head * GROUP + g[:, None]) * D + other[None, :], plane, q_mask, Q_PARTS)
+        k_now = _load_sums(q_ptr + k_row + d, plane, own, Q_PARTS)[None, :]
+        k_other = _load_sums(q_ptr + k_row + other, plane, own, Q_PARTS)[None, :]
+        v_now = _load_sums(q_ptr + k_row + K * D + d, plane, own, Q_PARTS)[None, :].to(v_ptr.dtype.element_ty)
         if HEAD_NORM:
             q_g, q_g_other, k_g, k_g_other = norms
             q, q_other = _normed(q, q_other, q_g, q_g_other, eps, D)
@@ -171,6 +182,7 @@ def _attention_kernel(
     MIN_KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     GROUP_POW: tl.constexpr,
+    Q_PARTS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -225,7 +237,7 @@ def _attention_kernel(
     if STAGES == 1:
         query, top, total, acc = _begin(
             *(q_ptr, k_ptr, v_ptr, cos, sin, norms, row, head, split, position, g, d, scale, eps),
-            *(ROTATE, HEAD_NORM, K, GROUP, D, DOT_DTYPE),
+            *(ROTATE, HEAD_NORM, K, GROUP, D, Q_PARTS, DOT_DTYPE),
         )
         top, total, acc = _absorb(query, k, v, start, end, top, total, acc, DOT_DTYPE)
         first = start + BLOCK
@@ -241,7 +253,7 @@ def _attention_kernel(
                 wait_for_previous(PDL)
                 query, top, total, acc = _begin(
                     *(q_ptr, k_ptr, v_ptr, cos, sin, norms, row, head, split, position, g, d, scale, eps),
-                    *(ROTATE, HEAD_NORM, K, GROUP, D, DOT_DTYPE),
+                    *(ROTATE, HEAD_NORM, K, GROUP, D, Q_PARTS, DOT_DTYPE),
                 )
         top, total, acc = _absorb(query, k, v, s, end, top, total, acc, DOT_DTYPE)
 
@@ -326,9 +338,9 @@ def decode_attention(
 ) -> Tensor:
     """q `[B, H, D]`, caches `[slots, K, S, D]`, all contiguous -> out `[B, H*D]`, idle rows zeros, which read no cache.
 
-    With `rotate`, q is `[B, (H + 2K) * D]` float32, the raw sums of q, k and v: q and k are normed per head (where spec has the
-    weights) and rotated here, and k and v are written to (slot, position). Then the current key and value come from q, not
-    through the cache, and a slot may have one row a step.
+    With `rotate`, q is `[P, B, (H + 2K) * D]` float32, P parts of the raw sums of q, k and v: here they are added, q and k
+    normed per head (where spec has the weights) and rotated, and k and v written to (slot, position). Then the current key and
+    value come from q, not through the cache, and a slot may have one row a step.
     Flash decoding (arXiv 2311.01282 section 3). Keys of earlier positions are read before the wait: rows.slots and
     rows.positions must be written by a kernel with a full edge after it. The number of splits follows the length read on the
     device. `interpreted` computes products in float32, for Triton's interpreter.
@@ -339,7 +351,7 @@ def decode_attention(
     group = spec.heads // spec.kv_heads
     group_pow = triton.next_power_of_2(group)
     has_norms = rotate and spec.q_norm is not None
-    _attention_kernel[(len(q), spec.kv_heads, scratch.splits)](
+    _attention_kernel[(len(out), spec.kv_heads, scratch.splits)](
         *(q, k_cache, v_cache, out, spec.cos, spec.sin),
         *((spec.q_norm, spec.k_norm) if has_norms else (q, q)),
         *(rows.slots, rows.positions, scratch.partial, scratch.stats, scratch.counter),
@@ -351,6 +363,7 @@ def decode_attention(
         GROUP=group,
         GROUP_PAD=max(16, group_pow),
         GROUP_POW=group_pow,
+        Q_PARTS=len(q) if rotate else 1,
         D=spec.head_dim,
         D_PAD=triton.next_power_of_2(spec.head_dim),
         BLOCK=tile.block,

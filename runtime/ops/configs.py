@@ -19,7 +19,7 @@ class Tile:
         k_slice: power of two, at most the in features; 16 and up for batches, 32 and up with FP8 weights, 512 at most: within
             a slice the tensor cores keep 14 bits of a sum.
         warps, stages: Triton's; batches keep one slice less than stages on their way and ask for those before the wait.
-        splits: blocks that share a row's in features; proj_residual's batches only.
+        splits: blocks that share a row's in features; a batch's proj_residual, and its q, k and v.
         ahead: slices that a thread keeps on their way and asks for before the wait; one row only.
         registers: a thread's at most, so that more blocks fit beside each other; one row of `multiplies` only. None: as many
             as the compiler wants.
@@ -47,7 +47,7 @@ SINGLE: dict[tuple[Kernel, int, int], Tile] = {
 has the rule's tiles."""
 
 BATCH: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(64, 256, 4, 3),
+    ("norm_linear", 12288, 4096): Tile(64, 128, 4, 4, splits=2),
     ("norm_linear", 6144, 4096): Tile(64, 512, 4, 3),
     ("norm_linear", 32000, 4096): Tile(64, 256, 4, 4),
     ("norm_linear", 128256, 4096): Tile(64, 512, 4, 3),
@@ -62,15 +62,13 @@ and more, since a turn of the loop costs as much for small ones; three of them l
 are on their way while the first one waits."""
 
 FP8_BATCH: dict[tuple[Kernel, int, int], Tile] = {
-    ("norm_linear", 12288, 4096): Tile(64, 512, 4, 3),
-    ("norm_linear", 6144, 4096): Tile(64, 512, 8, 4),
     ("norm_gate_up", 11008, 4096): Tile(64, 256, 8, 3),
     ("norm_gate_up", 14336, 4096): Tile(64, 256, 8, 3),
     ("proj_residual", 4096, 4096): Tile(64, 256, 4, 6, splits=4),
     ("proj_residual", 4096, 11008): Tile(128, 256, 8, 3, splits=8),
-    ("proj_residual", 4096, 14336): Tile(128, 256, 8, 3, splits=8),
+    ("proj_residual", 4096, 14336): Tile(64, 256, 4, 3, splits=8),
 }
-"""Batches of 2 to 16, FP8 weights."""
+"""Batches of 2 to 16, FP8 weights; q, k and v by the rule."""
 
 PROCESSORS = 132
 """SMs of an H200."""
@@ -146,6 +144,11 @@ def _batch_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
         if kernel == "norm_gate_up":  # eight warps need 64 rows of each
             rows = min(64, max(16, _floor_power(n)))
             return replace(tile, rows=rows, k_slice=min(256, max(divisor, tile.k_slice)), warps=8)
+        if kernel == "norm_linear":  # about two blocks an SM; an LM head is not split
+            rows, k_slice, splits = min(128, max(16, _floor_power(n))), min(256, tile.k_slice), 1
+            while splits < 4 and -(-n // rows) * splits <= PROCESSORS and splits_fit(width // k_slice, 2 * splits):
+                splits *= 2
+            return Tile(rows, k_slice, 8 if rows == 128 else 4, 3, splits)
         return replace(tile, stages=5)
     rows = min(64, max(16, _floor_power(n)))
     blocks = -(-n // rows)

@@ -3,6 +3,7 @@
 Does not own the kernels, each of which has a file, nor their tiles (configs). The unfused path is its oracle.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,13 +76,13 @@ class FusedOps:
     def norm_qkv_rope(
         self, x: Tensor, norm: Tensor, qkv: Linear, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        """Norm and projection -> `[B, (H+2K)*D]` float32; rotation and cache write are the attention launch's prologue."""
-        out = self._buffer("qkv", (len(x), qkv.weight.shape[0]), x, torch.float32)
+        """Norm and projection -> `[P, B, (H+2K)*D]` float32, P parts of the sums; adding them, rotation and cache write are the
+        attention launch's prologue."""
         after_embed = x is self._buffers.get(("embedded", x.shape, x.dtype))
-        return self._norm_linear(x, norm, qkv, attention.eps, out, full_edge=after_embed)
+        return self._norm_linear(x, norm, qkv, attention.eps, "qkv", full_edge=after_embed)
 
     def attention(self, q: Tensor, attention: Attention, rows: Rows, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        spec, batch = attention, len(q)
+        spec, batch = attention, q.shape[1]
         out = self._buffer("attention", (batch, spec.heads * spec.head_dim), k_cache)
         size = k_cache.element_size()
         chosen = self.tiles.get(TileKey.of("attention", batch, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, size))
@@ -122,13 +123,19 @@ class FusedOps:
         return norm_gate_up(x, norm, begun, gate_up, eps, out, tile, self.pdl, self.interpreted)
 
     def norm_lm_head(self, x: Tensor, norm: Tensor, lm_head: Linear, eps: float) -> Tensor:
-        out = self._buffer("logits", (len(x), lm_head.weight.shape[0]), x, torch.float32)
-        return self._norm_linear(x, norm, lm_head, eps, out)
+        return self._norm_linear(x, norm, lm_head, eps, "logits").squeeze(0)
 
-    def _norm_linear(self, x: Tensor, norm: Tensor, linear: Linear, eps: float, out: Tensor, full_edge: bool = False) -> Tensor:
+    def _norm_linear(self, x: Tensor, norm: Tensor, linear: Linear, eps: float, name: str, full_edge: bool = False) -> Tensor:
+        """`[P, B, N]` float32, of which only q, k and v have more parts than one."""
+        shape = (len(x), linear.weight.shape[0])
         if isinstance(linear.weight, LowBit):
+            parts = lowbit_tile(linear.weight, len(x)).splits if name == "qkv" else 1
+            out = self._buffer(name, (parts, *shape), x, torch.float32)
             return self._lowbit(x, linear, out, norm=norm, eps=eps, full_edge=full_edge)
         tile = self._tile("norm_linear", x, linear)
+        if name != "qkv":
+            tile = replace(tile, splits=1)
+        out = self._buffer(name, (tile.splits, *shape), x, torch.float32)
         begun = self._begun(x, norm) if self._begins(x, linear) else None
         if self._multiplies(x, linear):
             return token_linear(x, linear, out, tile, self.pdl, self.interpreted, scaled=begun, eps=eps, full_edge=full_edge)
@@ -152,7 +159,7 @@ class FusedOps:
             how["scaled"] = self._begun(x, norm)
         if next_norm is not None:
             how |= {"next_norm": next_norm, "next_scaled": self._begin_norm(out, next_norm, "proj_residual", programs, True)}
-        if tile.splits > 1:
+        if out.shape[:-2].numel() < tile.splits:
             cells = programs * tile.splits * tile.blocks * TILE_ROWS * TOKENS
             how["partial"] = self._buffer("partial", (cells,), x, torch.float32)
             how["counter"] = self._buffer("counter", (programs,), x, torch.int32)

@@ -168,7 +168,11 @@ def lowbit_batch_kernel(
     fixed = load_fixed(row, n, bias_ptr, norm_ptr, GATED)  # while the splits meet
     residual = load_residual(residual_ptr, row, b, batch, n)
     arrived = SPLITS
-    if SPLITS > 1:
+    if SPLITS > 1 and counter_ptr is None:  # a reader adds the splits' sums
+        out_ptr += split.to(tl.int64) * batch * n
+        bias, up_bias, norm = fixed
+        fixed = tl.where(split == 0, bias.to(tl.float32), 0.0), up_bias, norm
+    elif SPLITS > 1:
         # The last split of a block of rows to arrive sums all of them in split order: the bits do not depend on which it is.
         cell = r[:, None] * TOKENS + b[None, :]
         partial_ptr += program * (SPLITS * 16 * BLOCKS * TOKENS)

@@ -245,9 +245,10 @@ def lowbit_linear(
     gated: bool = False,
     full_edge: bool = False,
 ) -> Tensor:
-    """x `[B, in]` -> out `[B, N]` = linear(x), summed in float32, rounded once to out's type. With `scaled`, of the norm begun
-    there; with `residual [B, N]`, added to it, and `next_norm [C]` begun in `next_scaled`; `gated`: silu of the first half of
-    the rows times the second, `[B, N / 2]`. partial, counter, full_edge: as in proj_residual and norm_linear.
+    """x `[B, in]` -> out `[B, N]` = linear(x), summed in float32, rounded once to out's type; without a `counter` `[P, B, N]`,
+    whose sum over the P splits it is. With `scaled`, of the norm begun there; with `residual [B, N]`, added to it, and
+    `next_norm [C]` begun in `next_scaled`; `gated`: silu of the first half of the rows times the second, `[B, N / 2]`. partial,
+    counter, full_edge: as in proj_residual and norm_linear.
 
     Bytes: the tiles and scales, once; x and out stay in L2. Torch twin: the op's, with `dense`.
     """

@@ -18,6 +18,7 @@ from runtime.ops._gemv import (
     let_next_start,
     load_rows,
     operands,
+    share_of_slices,
     stream_rows,
     tokens_dot,
     wait_for_previous,
@@ -74,12 +75,14 @@ def _norm_linear_batch_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     K_SLICE: tl.constexpr,
+    SPLITS: tl.constexpr,
     TOKENS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     let_next_start(PDL)
     block = tl.program_id(0)
+    split = tl.program_id(1)
     row = tl.minimum(block * ROWS, n - ROWS)
     r = tl.arange(0, ROWS)
     b = tl.arange(0, TOKENS)
@@ -87,13 +90,15 @@ def _norm_linear_batch_kernel(
     weight_ptr += row.to(tl.int64) * IN
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
+    start, slices, end = share_of_slices(split, IN, K_SLICE, SPLITS)
     bias = load_rows(bias_ptr + row, r, HAS_BIAS)
     acc = tokens_dot(
-        *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, r, b, live, 0, IN // K_SLICE, block * STAGGER, IN, eps),
+        *(scaled_ptr, squares_ptr, weight_ptr, scales_ptr, r, b, live, start, slices, block * STAGGER, end, eps),
         *(IN, PARTS, SCALE, K_SLICE, GROUP, DOT_DTYPE, PDL),
     )
     if HAS_BIAS:
-        acc += bias.to(tl.float32)[:, None]
+        acc += tl.where(split == 0, bias.to(tl.float32), 0.0)[:, None]
+    out_ptr += split.to(tl.int64) * batch * n
     tl.store(out_ptr + b[None, :].to(tl.int64) * n + row + r[:, None], acc, mask=live[None, :])
 
 
@@ -109,7 +114,8 @@ def norm_linear(
     interpreted: bool = False,
     full_edge: bool = False,
 ) -> Tensor:
-    """x `[B, C]` -> out `[B, N]` float32 = linear(RMSNorm(x) * norm), never rounded. All contiguous; B is 1 to 16.
+    """x `[B, C]` -> out `[P, B, N]` float32, whose sum over P is linear(RMSNorm(x) * norm), never rounded. All contiguous; B is
+    1 to 16, P the tile's splits: a batch's in features may be shared out, for a reader that adds (attention).
 
     The norm costs no pass. B = 1, what token_linear leaves, streams rows through registers: a block sums x² while it streams
     its rows and scales its sums at the end; its first weight tile is loaded before the wait. Above, weights are the M side of
@@ -128,7 +134,9 @@ def norm_linear(
         _norm_linear_kernel[grid](x, norm, *weights[:2], out, n, eps, **shape, **options)
     else:
         assert scaled is not None
-        shape |= scaled.constants | {"TOKENS": TOKENS, "DOT_DTYPE": dot_dtype(x.dtype, interpreted)}
+        assert len(out) == tile.splits
+        shape |= scaled.constants | {"SPLITS": tile.splits, "TOKENS": TOKENS, "DOT_DTYPE": dot_dtype(x.dtype, interpreted)}
         options = launch_options(tile.warps, tile.stages, pdl and not full_edge)
-        _norm_linear_batch_kernel[grid](scaled.x, scaled.squares, *weights, out, batch, n, eps, **shape, **options)
+        tensors = (scaled.x, scaled.squares, *weights, out)
+        _norm_linear_batch_kernel[(*grid, tile.splits)](*tensors, batch, n, eps, **shape, **options)
     return out

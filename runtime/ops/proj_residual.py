@@ -16,6 +16,7 @@ from runtime.ops._gemv import (
     let_next_start,
     load_rows,
     operands,
+    share_of_slices,
     stream_rows,
     tokens_dot,
     wait_for_previous,
@@ -100,12 +101,7 @@ def _proj_residual_batch_kernel(
     weight_ptr += row.to(tl.int64) * IN
     if scales_ptr is not None:
         scales_ptr += row * (IN // GROUP if GROUP else 1)
-    SLICES: tl.constexpr = IN // K_SLICE
-    SHARE: tl.constexpr = (SLICES + SPLITS - 1) // SPLITS
-    start = split * SHARE
-    slices = tl.minimum(SLICES - start, SHARE)
-    start *= K_SLICE
-    end = tl.where(split == SPLITS - 1, IN, 0)
+    start, slices, end = share_of_slices(split, IN, K_SLICE, SPLITS)
     bias, g = load_rows(bias_ptr + row, r, HAS_BIAS), tl.load(norm_ptr + row + r)
     acc = tokens_dot(
         *(a_ptr, None, weight_ptr, scales_ptr, r, b, live, start, slices, block * STAGGER, end, 0.0),

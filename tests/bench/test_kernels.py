@@ -135,7 +135,7 @@ def test_neighbours_stay_within_what_the_kernels_allow():
 
 @pytest.mark.parametrize(
     ("kernel", "batch", "moved"),
-    [("norm_linear", 1, {"ahead", "registers"}), ("norm_linear", 8, {"stages"}), ("proj_residual", 8, {"stages", "splits"})],
+    [("norm_linear", 1, {"ahead", "registers"}), ("norm_gate_up", 8, {"stages"}), ("proj_residual", 8, {"stages", "splits"})],
 )
 def test_what_a_kernel_does_not_use_is_not_tried(kernel, batch, moved):
     single, width = batch == 1, 2048

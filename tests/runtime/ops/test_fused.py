@@ -159,7 +159,7 @@ def test_a_batch_whose_splits_are_uneven(batch, slice, splits):
     tiles = {
         ("proj_residual", 50, 184): Tile(16, slice, 4, 2, splits),
         ("norm_gate_up", 184, 50): Tile(16, 32, 4, 2),
-        ("norm_linear", 30, 50): Tile(16, 16, 4, 2),
+        ("norm_linear", 30, 50): Tile(16, 16, 4, 2, 3),  # whose logits are whole all the same
     }
     check_gemvs(torch.bfloat16, batch, c=50, f=184, v=30, bias=True, tiles=tiles)
 
@@ -188,7 +188,8 @@ def check_attention(dtype, shape, slots, positions, tile=None, bias=False, head_
     wanted = attended(x, norm, qkv, s, rows, k_wanted, v_wanted)
     few_blocks = TileKey.of("norm_linear", len(slots), len(qkv.weight), c, dtype.itemsize)
     own = TileKey.of("attention", len(slots), heads * d, kv_heads * d, dtype.itemsize)
-    ops = fused([(few_blocks, Tile(64, 16, 4, 1)), *([] if tile is None else [(own, tile)])])
+    parts = 1 if len(slots) == 1 else c // 16  # of q, k and v, which attention adds
+    ops = fused([(few_blocks, Tile(64, 16, 4, 1, parts)), *([] if tile is None else [(own, tile)])])
     settle()
     x = begun(ops, x, norm)
     out = ops.attention(ops.norm_qkv_rope(x, norm, qkv, s, rows, k, v), s, rows, k, v)

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.ops import Linear
+from runtime.ops import Attention, Linear
+from runtime.ops.configs import Tile
 from runtime.ops.fp8 import Fp8
 from runtime.ops.fused import FusedOps
 from runtime.ops.lowbit import FORMATS, LowBit, dense, quantize
 from runtime.ops.lowbit_linear import lowbit_tile
+from runtime.ops.tuned import TileKey
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
@@ -219,10 +221,35 @@ def test_a_batchs_products_with_int4_weights_are_exact_over_steps_and_splits_tha
     ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), random(batch, width).to(DEVICE, torch.bfloat16)
     nothing = Linear(torch.zeros(width, 16, dtype=torch.bfloat16, device=DEVICE))
     x = ops.proj_residual(torch.zeros(batch, 16, dtype=torch.bfloat16, device=DEVICE), nothing, x, one)  # which begins the norm
-    wanted = F.rms_norm(x.double(), (width,)) @ weight.dense_torch().double().t()
-    error = ((ops.norm_lm_head(x, one, Linear(weight), 0.0) - wanted).abs().max() / wanted.abs().max()).item()
-    print(f"error {error:.1e} of the largest value")
-    assert error < 1e-5
+    bias = torch.randn(40, device=DEVICE)
+    wanted = F.rms_norm(x.double(), (width,)) @ weight.dense_torch().double().t() + bias
+    parts = in_parts(ops, x, one, Linear(weight, bias))
+    for ours in (ops.norm_lm_head(x, one, Linear(weight, bias), 0.0), parts.sum(0)):
+        error = ((ours - wanted).abs().max() / wanted.abs().max()).item()
+        print(f"error {error:.1e} of the largest value")
+        assert error < 1e-5
+    assert len(parts) == lowbit_tile(weight, batch).splits
+
+
+def in_parts(ops, x, norm, qkv):
+    """Sums of q, k and v `[P, B, N]`, as attention takes and adds them."""
+    spec = Attention(1, 1, 8, 0.0, *torch.zeros(2, 4, 4, device=DEVICE))
+    return ops.norm_qkv_rope(x, norm, qkv, spec, None, None, None)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("group", [0, 128])
+def test_q_k_and_v_of_fp8_weights_come_in_parts_with_the_bias_in_one(group, dtype):
+    weight, one = lowbit(random(64, 1024), "fp8", group), torch.ones(1024, dtype=dtype, device=DEVICE)
+    key = TileKey.of("norm_linear", 3, 64, 1024, 4 if dtype == torch.float32 else 1)
+    ops = FusedOps(DEVICE.type == "cuda", INTERPRETED, {key: Tile(64, 256, 4, 2, splits=4)})
+    x, bias = random(3, 1024).to(DEVICE, dtype), torch.randn(64, device=DEVICE)
+    nothing = Linear(torch.zeros(1024, 16, dtype=dtype, device=DEVICE))
+    x = ops.proj_residual(torch.zeros(3, 16, dtype=dtype, device=DEVICE), nothing, x, one)  # which begins the norm
+    parts = in_parts(ops, x, one, Linear(weight, bias))
+    assert len(parts) == 4
+    close(parts.sum(0), F.rms_norm(x.float(), (1024,)) @ weight.dense_torch().t() + bias)
 
 
 @needs_kernels
