@@ -384,13 +384,17 @@ def inverse_rms(squares, eps, IN: tl.constexpr, SCALE: tl.constexpr):
     return tl.rsqrt(tl.sum(squares, 0) / IN + eps) / SCALE
 
 
+def slice_of(weight: Any, tile: Tile) -> int:
+    """The tile's k_slice, cut so that a slice of FP8 weights is within a group of scales on either half of a row."""
+    group = weight.group if isinstance(weight, Fp8) else 0
+    return min(tile.k_slice, 2 * group if weight.shape[1] % (2 * group) == 0 else group) if group else tile.k_slice
+
+
 def operands(linear: Linear, tile: Tile, batch: int) -> tuple[tuple[Tensor, Tensor, Tensor | None], dict[str, Any]]:
     """A projection's weight, bias and scales as the kernels take them, and the constants that go with them. A batch's kernel
     without scales (None, which is no argument of the compiled kernel) is that of dense weights."""
     weight, width = linear.weight, linear.weight.shape[1]
-    k_slice, group = tile.k_slice, weight.group if isinstance(weight, Fp8) else 0
-    if group:  # within a group on either half of a row
-        k_slice = min(k_slice, 2 * group if width % (2 * group) == 0 else group)
+    k_slice, group = slice_of(weight, tile), weight.group if isinstance(weight, Fp8) else 0
     assert batch == 1 or splits_fit(width // k_slice, tile.splits)  # a block without a slice would neither wait nor scale
     shape = {"IN": width, "HAS_BIAS": linear.bias is not None, "ROWS": tile.rows, "K_SLICE": k_slice}
     shape |= {"AHEAD": tile.ahead} if batch == 1 else {"GROUP": group}

@@ -179,6 +179,8 @@ def fits(tile: Tile, kernel: str, n: int, width: int, single: bool, itemsize: in
         return False
     if tile.rows > n or tile.k_slice > (max(width, piece(1)) if single and itemsize == 1 else width):
         return False
+    if single and tile.splits > 1:
+        return False
     if single and multiplies(itemsize, width):
         pair = 1 if kernel == "norm_gate_up" else 2
         own = piece(itemsize)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from runtime.ops import Attention, Linear, Rows, SlotState
-from runtime.ops._gemv import TOKENS, Scaled
+from runtime.ops._gemv import TOKENS, Scaled, slice_of
 from runtime.ops.attention import AttentionScratch, AttentionTile, attention_tile, decode_attention
-from runtime.ops.configs import Kernel, Tile, multiplies, tile_for
+from runtime.ops.configs import Kernel, Tile, multiplies, splits_fit, tile_for
 from runtime.ops.embed import embed, embed_blocks
 from runtime.ops.fp8 import Fp8
 from runtime.ops.lowbit import TILE_ROWS, LowBit
@@ -211,5 +211,7 @@ class FusedOps:
         itemsize = 1 if isinstance(weight, Fp8) and (len(x) == 1 or x.element_size() == 2) else x.element_size()
         chosen = self.tiles.get(TileKey.of(kernel, len(x), n, x.shape[1], itemsize))
         assert chosen is None or isinstance(chosen, Tile)
+        if chosen is not None and len(x) > 1 and not splits_fit(x.shape[1] // slice_of(weight, chosen), chosen.splits):
+            chosen = None  # one for weights with a scale for each row
         blocks = isinstance(weight, Fp8) and weight.group > 0
         return chosen or tile_for(kernel, n, x.shape[1], len(x), itemsize, blocks)

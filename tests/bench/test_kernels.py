@@ -183,6 +183,7 @@ def one_tile(name="proj_residual/batch/4096/11008/1", **fields):
         *(json.dumps({"G": {"a/b/1/2/2": 3}}), json.dumps({"G": {"a/b/1/2": {}}}), one_tile(held=1)),
         *(one_tile(rows=8192), one_tile(k_slice=96), one_tile(k_slice=1024), one_tile(k_slice="512"), one_tile(warps=0)),
         *(one_tile(splits=8), one_tile(splits=0), one_tile("norm_linear/single/4096/64/2", k_slice=128)),
+        one_tile("norm_linear/single/4096/4096/4", splits=2),
     ],
 )
 def test_a_damaged_file_of_tiles_is_told_passed_over_and_mended_by_the_next_run(tmp_path, caplog, text):

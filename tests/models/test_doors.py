@@ -363,6 +363,15 @@ def test_a_system_message_stands_in_front(alphabet, typed, capsys):
     assert prompt_tokens(capsys.readouterr().err) == [21 + len("<system\nbe brief>\n")]
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler, whatever a test before, or who started this process, left there."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(alphabet, typed, capsys, monkeypatch):
     shown = []
     original = terminal._show

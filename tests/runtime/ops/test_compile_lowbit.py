@@ -45,7 +45,9 @@ def lowbit_call(model: str, batch: int, format: str, call: str) -> tuple[Launch,
     assert not [line for line in compiled.code[:wait] if line.startswith(("st.global", "atom", "red."))]
     if batch > 1:
         assert "wgmma.mma_async" in compiled.ptx
-        if launch.arguments.get("SPLITS", 1) > 1:
+        if call == "norm_qkv_rope":  # whose parts attention adds
+            assert compiled.first("atom") is None
+        elif launch.arguments.get("SPLITS", 1) > 1:
             barrier_before_counter(compiled)
     return launch, compiled
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.ops import Attention, Linear
-from runtime.ops.configs import Tile
+from runtime.ops.configs import Tile, fits
 from runtime.ops.fp8 import Fp8
 from runtime.ops.fused import FusedOps
 from runtime.ops.lowbit import FORMATS, LowBit, dense, quantize
@@ -249,7 +249,19 @@ def test_q_k_and_v_of_fp8_weights_come_in_parts_with_the_bias_in_one(group, dtyp
     x = ops.proj_residual(torch.zeros(3, 16, dtype=dtype, device=DEVICE), nothing, x, one)  # which begins the norm
     parts = in_parts(ops, x, one, Linear(weight, bias))
     assert len(parts) == 4
-    close(parts.sum(0), F.rms_norm(x.float(), (1024,)) @ weight.dense_torch().t() + bias)
+    close(parts.sum(0), F.rms_norm(x.float(), (1024,), eps=0.0) @ weight.dense_torch().t() + bias)
+
+
+@needs_kernels
+def test_a_tuned_tile_whose_splits_block_scales_would_leave_without_a_slice_is_passed_over():
+    weight, one, tile = lowbit(random(32, 1152), "fp8", 128), torch.ones(1152, device=DEVICE), Tile(16, 256, 4, 2, splits=4)
+    assert fits(tile, "norm_linear", 32, 1152, False, 1)
+    ops = FusedOps(DEVICE.type == "cuda", INTERPRETED, {TileKey.of("norm_linear", 3, 32, 1152, 4): tile})
+    x, nothing = random(3, 1152).to(DEVICE), Linear(torch.zeros(1152, 16, device=DEVICE))
+    x = ops.proj_residual(torch.zeros(3, 16, device=DEVICE), nothing, x, one)  # which begins the norm
+    parts = in_parts(ops, x, one, Linear(weight))
+    assert len(parts) != tile.splits
+    close(parts.sum(0), F.rms_norm(x, (1152,), eps=0.0) @ weight.dense_torch().t())
 
 
 @needs_kernels
