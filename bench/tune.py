@@ -25,12 +25,14 @@ GAIN = 0.002
 
 @dataclass
 class Found:
-    """The tiles in use so far, the one that reads most bytes first, and the step's time with them."""
+    """The tiles in use so far, the one that reads most bytes first, and the step's time with them; lm_head: the key of the
+    projection whose sums nobody adds, so that it has no splits."""
 
     tiles: Tiles
     start_ms: float = 0.0
     ms: float = 0.0
     log: list[dict[str, Any]] = field(default_factory=list)
+    lm_head: TileKey | None = None
 
     def ops(self, pdl: bool) -> FusedOps:
         return FusedOps(pdl, tiles=self.tiles)
@@ -53,7 +55,8 @@ def start_from(config: ModelConfig, steps: WholeSteps, itemsize: int, weights: s
         for (kernel, out, width), size in zip(keys, sizes, strict=True)
     }
     attention = attention_tile(steps.attention, steps.batch, itemsize)
-    return Found(tiles | {TileKey.of("attention", steps.batch, q, kv, itemsize): attention})
+    lm_head = TileKey.of("norm_linear", steps.batch, c.vocab_size, c.hidden_size, itemsize)
+    return Found(tiles | {TileKey.of("attention", steps.batch, q, kv, itemsize): attention}, lm_head=lm_head)
 
 
 def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callable[[str], None]) -> Found:
@@ -67,7 +70,7 @@ def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callab
     while improved:
         improved = False
         for key in list(found.tiles):
-            for tile in neighbours(found.tiles[key], key):
+            for tile in neighbours(found.tiles[key], key, key == found.lm_head):
                 if time.monotonic() > deadline:
                     say("the time is over; --tune-seconds gives more")
                     return found
@@ -77,7 +80,7 @@ def tune(found: Found, steps: WholeSteps, pdl: bool, seconds: float, say: Callab
     return found
 
 
-def neighbours(tile: Any, key: TileKey) -> Iterator[Any]:
+def neighbours(tile: Any, key: TileKey, lm_head: bool = False) -> Iterator[Any]:
     """Tiles one move away: a number halved or doubled, a switch turned, within what the kernels allow."""
     most = {
         "warps": 16,
@@ -96,7 +99,7 @@ def neighbours(tile: Any, key: TileKey) -> Iterator[Any]:
         if single:
             most |= {"splits": 0, "stages": 0}  # one row's kernels have neither
         else:
-            most |= {"ahead": 0} | ({"splits": 0} if key.kernel == "norm_gate_up" else {})
+            most |= {"ahead": 0} | ({"splits": 0} if lm_head or key.kernel == "norm_gate_up" else {})
     for each in fields(tile):
         value = getattr(tile, each.name)
         moves = [not value] if isinstance(value, bool) else [value // 2, value * 2 or 1] if isinstance(value, int) else []

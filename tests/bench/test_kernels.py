@@ -134,15 +134,21 @@ def test_neighbours_stay_within_what_the_kernels_allow():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "batch", "moved"),
-    [("norm_linear", 1, {"ahead", "registers"}), ("norm_gate_up", 8, {"stages"}), ("proj_residual", 8, {"stages", "splits"})],
+    ("kernel", "batch", "lm_head", "moved"),
+    [
+        ("norm_linear", 1, False, {"ahead", "registers"}),
+        ("norm_linear", 8, True, {"stages"}),
+        ("norm_linear", 8, False, {"stages", "splits"}),
+        ("norm_gate_up", 8, False, {"stages"}),
+        ("proj_residual", 8, False, {"stages", "splits"}),
+    ],
 )
-def test_what_a_kernel_does_not_use_is_not_tried(kernel, batch, moved):
+def test_what_a_kernel_does_not_use_is_not_tried(kernel, batch, lm_head, moved):
     single, width = batch == 1, 2048
     tile = configs.Tile(32, 1024, 8, 1, registers=128) if single else configs.Tile(32, 64, 4, 2)
     found = {
         name
-        for each in tune.neighbours(tile, TileKey.of(kernel, batch, 64, width if single else 256, 2))
+        for each in tune.neighbours(tile, TileKey.of(kernel, batch, 64, width if single else 256, 2), lm_head)
         for name in vars(tile)
         if vars(each)[name] != vars(tile)[name]
     }
