@@ -17,7 +17,7 @@ from models.scheme import FP8_BLOCK, GROUPS, Stored, parts_of
 from models.stored import DTYPES
 from runtime.errors import CheckpointError, ConfigError, UnsupportedModelError
 from runtime.ops.fp8 import Fp8
-from runtime.ops.lowbit import TILE_ROWS, LowBit, LowBitRows
+from runtime.ops.lowbit import BLOCK_ROWS, TILE_ROWS, LowBit, LowBitRows
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Out feature, of eight, in each four bits of an AWQ word, lowest first. Source: AutoAWQ, `awq/utils/packing_utils.py`."""
@@ -54,11 +54,11 @@ def allocate_lowbit(
         if format == "fp8":
             made[target] = Fp8.empty(shapes[target], group, scratch)
             continue
+        halves = 2 * BLOCK_ROWS if target.endswith("gate_up_proj.weight") else TILE_ROWS
         for piece in parts:
-            if piece.row % TILE_ROWS or (target.endswith("gate_up_proj.weight") and piece.shape[0] % TILE_ROWS):
-                raise UnsupportedModelError(
-                    f"{piece.source} has {piece.shape[0]} rows and {format} weights are merged by {TILE_ROWS}; use bf16"
-                )
+            if piece.row % BLOCK_ROWS or piece.shape[0] % TILE_ROWS or shapes[target][0] % halves:
+                what = f"{format} weights lie by {TILE_ROWS} and are merged by {BLOCK_ROWS}"
+                raise UnsupportedModelError(f"{piece.source} has {piece.shape[0]} rows and {what}; use bf16")
         scale_dtype = getattr(torch, stored.scale_dtype) if stored else torch.bfloat16
         made[target] = LowBit.empty(shapes[target], group, scratch, scale_dtype, bool(stored and stored.zeros))
     return made

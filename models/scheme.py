@@ -122,7 +122,7 @@ def lowbit_bytes(rows: int, width: int, weights: str, stored: Stored | None) -> 
     """Bytes of a projection `[rows, width]` of "fp8", or in tiles of "int4", with its scales and zeros."""
     if weights == "fp8":
         return rows * width + 4 * rows * (width // stored.group if stored and stored.group else 1)
-    rows, padded = -(-rows // 16) * 16, -(-width // 64) * 64
+    rows, padded = -(-rows // 16) * 16, -(-width // 128) * 128
     group = (stored.group if stored else 0) or next((size for size in GROUPS if width % size == 0), GROUPS[-1])
     scale = 2 if stored is None else 4 if stored.method == "packed" else 2 + stored.zeros
     return rows * padded // 2 + rows * (padded // group) * scale

@@ -23,7 +23,7 @@ from models.quantized import check_projections, fill_projection, is_projection
 from models.scheme import Stored
 from models.stored import DTYPES, INDEX, PACKED, SINGLE, Entry, file_names, open_file
 from runtime.errors import CheckpointError, UnsupportedModelError
-from runtime.ops.lowbit import TILE_ROWS, LowBit
+from runtime.ops.lowbit import BLOCK_ROWS, LowBit
 
 BUFFER_BYTES = 4 << 20
 THREADS = 8
@@ -113,7 +113,7 @@ class WeightFiles:
         `stored`: how the files hold the projections."""
         device = targets[EMBEDDING].device
         dense = [piece for piece in table if not (stored and is_projection(piece.target))]
-        least = TILE_ROWS if any(isinstance(target, LowBit) for target in targets.values()) else 1
+        least = BLOCK_ROWS if any(isinstance(target, LowBit) for target in targets.values()) else 1
         size = max(BUFFER_BYTES, *(least * self.entries[piece.source].row_bytes for piece in dense))
         thread = threading.local()
 
@@ -168,7 +168,7 @@ class WeightFiles:
 def _runs(entry: Entry, size: int) -> Iterable[tuple[int, int]]:
     """First and last of the runs of rows that fill a buffer of some bytes."""
     step = size // entry.row_bytes
-    step = step // TILE_ROWS * TILE_ROWS or step  # rows of 4-bit weights lie in blocks of so many
+    step = step // BLOCK_ROWS * BLOCK_ROWS or step  # rows of 4-bit weights lie in blocks of so many
     return ((first, min(first + step, entry.shape[0])) for first in range(0, entry.shape[0], step))
 
 

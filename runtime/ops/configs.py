@@ -91,9 +91,30 @@ def multiplies(itemsize: int, width: int) -> bool:
     return itemsize == 1 or (itemsize == 2 and width % PIECE == 0)
 
 
-def piece(itemsize: int) -> int:
-    """In features that a warp takes of a row at a time, where tensor cores multiply one row."""
-    return PIECE * 2 // itemsize
+def piece(itemsize: float) -> int:
+    """In features that a warp takes of a row at a time, where tensor cores multiply one row; itemsize 0.5: INT4."""
+    return int(PIECE * 2 / itemsize)
+
+
+def int4_single_tile(kernel: Kernel, n: int, width: int, group: int, zeros: bool) -> Tile:
+    """One row's tile with INT4 weights `[n, width]` (n of gate alone for norm_gate_up), from what was fastest for Llama-2-7B
+    and Llama-3.1-8B on an H200. A warp's rows, which share what it takes of x, are of one tile: eight at most."""
+    own = piece(0.5)
+    if kernel == "norm_gate_up":
+        tile = Tile(4, 2 * own, 2, 1, ahead=2, registers=168)
+    elif kernel == "norm_linear":
+        tile = Tile(8, 4 * own, 4, 1, ahead=1, registers=112)
+    elif width <= 8192:
+        tile = Tile(8, 2 * own, 2, 1, ahead=2, registers=168)
+    else:
+        tile = Tile(4 if width <= 12288 else 2, 4 * own, 4, 1, ahead=3, registers=128 if width <= 12288 else 120)
+    if group != 128 or zeros:  # scales of more groups, and zeros, are on their way as well
+        rows = max(2, tile.rows // 2) if group == 32 else tile.rows
+        tile = replace(tile, rows=rows, ahead=max(1, tile.ahead - 1), registers=min((tile.registers or 0) + 80, 255))
+    k_slice = tile.k_slice
+    while k_slice > own and k_slice // 2 >= width:
+        k_slice //= 2
+    return _cut_to(replace(tile, k_slice=k_slice), kernel, n, 0.5)
 
 
 def _fp8_single_rule(kernel: Kernel, n: int, width: int, blocks: bool) -> Tile:
@@ -129,7 +150,7 @@ def _single_rule(kernel: Kernel, n: int, width: int, itemsize: int) -> Tile:
     return Tile(min(max(rows, 1), _floor_power(n)), min(_floor_power(width), 256), 1, 1, ahead=4)
 
 
-def _cut_to(tile: Tile, kernel: Kernel, n: int, itemsize: int) -> Tile:
+def _cut_to(tile: Tile, kernel: Kernel, n: int, itemsize: float) -> Tile:
     """The tile with no more rows than there are, and no warp without a pair of them."""
     rows = min(tile.rows, _floor_power(n))
     shared = tile.k_slice // piece(itemsize)

@@ -12,11 +12,11 @@ from torch import Tensor
 from runtime.ops import Attention, Linear, Rows, SlotState
 from runtime.ops._gemv import TOKENS, Scaled, slice_of
 from runtime.ops.attention import AttentionScratch, AttentionTile, attention_tile, decode_attention
-from runtime.ops.configs import Kernel, Tile, multiplies, splits_fit, tile_for
+from runtime.ops.configs import Kernel, Tile, int4_single_tile, multiplies, splits_fit, tile_for
 from runtime.ops.embed import embed, embed_blocks
 from runtime.ops.fp8 import Fp8
-from runtime.ops.lowbit import TILE_ROWS, LowBit
-from runtime.ops.lowbit_linear import lowbit_linear, lowbit_tile
+from runtime.ops.lowbit import BLOCK_ROWS, LowBit
+from runtime.ops.lowbit_batch import lowbit_batch, lowbit_tile
 from runtime.ops.norm_gate_up import norm_gate_up
 from runtime.ops.norm_linear import norm_linear
 from runtime.ops.proj_residual import proj_residual
@@ -97,11 +97,11 @@ class FusedOps:
     def proj_residual(self, a: Tensor, proj: Linear, x: Tensor, next_norm: Tensor) -> Tensor:
         first, second = (self._buffer(name, tuple(x.shape), x) for name in ("x", "other x"))
         out = second if x is first else first
-        if isinstance(proj.weight, LowBit):
+        if self._in_tiles(a, proj):
             return self._lowbit(a, proj, out, next_norm=next_norm, residual=x)
         tile = self._tile("proj_residual", a, proj)
         blocks = -(-proj.weight.shape[0] // tile.rows)
-        raised = isinstance(proj.weight, Fp8)
+        raised = not isinstance(proj.weight, Tensor)
         scaled = self._begin_norm(out, next_norm, "proj_residual", blocks, raised) if self._begins(x, proj) else None
         if self._multiplies(a, proj):
             how = (self.pdl, self.interpreted)
@@ -114,7 +114,7 @@ class FusedOps:
     def norm_gate_up(self, x: Tensor, norm: Tensor, gate_up: Linear, eps: float) -> Tensor:
         n = gate_up.weight.shape[0] // 2
         out = self._buffer("gated", (len(x), n), x)
-        if isinstance(gate_up.weight, LowBit):
+        if self._in_tiles(x, gate_up):
             return self._lowbit(x, gate_up, out, norm=norm, eps=eps, gated=True)
         tile = self._tile("norm_gate_up", x, gate_up)
         begun = self._begun(x, norm) if self._begins(x, gate_up) else None
@@ -128,8 +128,9 @@ class FusedOps:
     def _norm_linear(self, x: Tensor, norm: Tensor, linear: Linear, eps: float, name: str, full_edge: bool = False) -> Tensor:
         """`[P, B, N]` float32, of which only q, k and v have more parts than one."""
         shape = (len(x), linear.weight.shape[0])
-        if isinstance(linear.weight, LowBit):
-            parts = lowbit_tile(linear.weight, len(x)).splits if name == "qkv" else 1
+        if self._in_tiles(x, linear):
+            assert isinstance(linear.weight, LowBit)
+            parts = lowbit_tile(linear.weight).splits if name == "qkv" else 1
             out = self._buffer(name, (parts, *shape), x, torch.float32)
             return self._lowbit(x, linear, out, norm=norm, eps=eps, full_edge=full_edge)
         tile = self._tile("norm_linear", x, linear)
@@ -150,20 +151,20 @@ class FusedOps:
         next_norm: Tensor | None = None,
         **how: Any,
     ) -> Tensor:
-        """Any of the projections with INT4 weights; `how`: further arguments of `lowbit_linear`."""
+        """A batch's projection with INT4 weights; `how`: further arguments of `lowbit_batch`."""
         weight = linear.weight
         assert isinstance(weight, LowBit)
-        tile = lowbit_tile(weight, len(x), how.get("gated", False))
+        tile = lowbit_tile(weight, how.get("gated", False))
         programs = -(-len(weight.tiles) // tile.blocks)
         if norm is not None:
             how["scaled"] = self._begun(x, norm)
         if next_norm is not None:
-            how |= {"next_norm": next_norm, "next_scaled": self._begin_norm(out, next_norm, "proj_residual", programs, True)}
+            how |= {"next_norm": next_norm, "next_scaled": self._begin_norm(out, next_norm, "proj_residual", programs)}
         if out.shape[:-2].numel() < tile.splits:
-            cells = programs * tile.splits * tile.blocks * TILE_ROWS * TOKENS
+            cells = programs * tile.splits * tile.blocks * BLOCK_ROWS * TOKENS
             how["partial"] = self._buffer("partial", (cells,), x, torch.float32)
             how["counter"] = self._buffer("counter", (programs,), x, torch.int32)
-        return lowbit_linear(x, linear, out, tile, self.pdl, self.interpreted, **how)
+        return lowbit_batch(x, linear, out, tile, self.pdl, self.interpreted, **how)
 
     @staticmethod
     def _begins(x: Tensor, linear: Linear) -> bool:
@@ -171,9 +172,14 @@ class FusedOps:
         return len(x) > 1 or not isinstance(linear.weight, Tensor) or x.element_size() == 2
 
     @staticmethod
+    def _in_tiles(x: Tensor, linear: Linear) -> bool:
+        """Whether lowbit_batch has the product."""
+        return len(x) > 1 and isinstance(linear.weight, LowBit)
+
+    @staticmethod
     def _multiplies(x: Tensor, linear: Linear) -> bool:
         """Whether token_linear has the product."""
-        return len(x) == 1 and (isinstance(linear.weight, Fp8) or multiplies(x.element_size(), x.shape[1]))
+        return len(x) == 1 and (not isinstance(linear.weight, Tensor) or multiplies(x.element_size(), x.shape[1]))
 
     def _begin_norm(self, x: Tensor, norm: Tensor, by: str, blocks: int, lowbit: bool = False) -> Scaled:
         """Where the launch that makes x, in `blocks` blocks, begins the norm that comes next; `lowbit`: for INT4 or FP8."""
@@ -208,6 +214,8 @@ class FusedOps:
 
     def _tile(self, kernel: Kernel, x: Tensor, linear: Linear) -> Tile:
         n, weight = linear.weight.shape[0] // (2 if kernel == "norm_gate_up" else 1), linear.weight
+        if isinstance(weight, LowBit):
+            return int4_single_tile(kernel, n, x.shape[1], weight.group, weight.zeros is not None)
         itemsize = 1 if isinstance(weight, Fp8) and (len(x) == 1 or x.element_size() == 2) else x.element_size()
         chosen = self.tiles.get(TileKey.of(kernel, len(x), n, x.shape[1], itemsize))
         assert chosen is None or isinstance(chosen, Tile)

@@ -214,3 +214,20 @@ def test_the_tile_of_any_shape_is_one_for_it(kernel, batch, itemsize):
             for blocks in {False, itemsize == 1 and width % 128 == 0}:
                 tile = configs.tile_for(kernel, n, width, batch, itemsize, blocks)
                 assert configs.fits(tile, kernel, n, width, batch == 1, itemsize), (n, width, tile)
+
+
+@pytest.mark.parametrize("kernel", ["norm_linear", "proj_residual", "norm_gate_up"])
+@pytest.mark.parametrize(("group", "zeros"), [(128, False), (128, True), (64, False), (32, True)])
+def test_one_rows_tile_of_4_bits_gives_each_warp_rows_of_one_tile_of_weights_and_some_of_its_in_features(kernel, group, zeros):
+    own, pair = configs.piece(0.5), 1 if kernel == "norm_gate_up" else 2
+    for width in (width for width in WIDTHS if width % group == 0):
+        for n in (16, 40, 576, 4864, 14336, 18944):
+            tile = configs.int4_single_tile(kernel, n, width, group, zeros)
+            assert tile.rows <= n
+            assert tile.k_slice % own == tile.warps * own % tile.k_slice == 0
+            assert tile.k_slice < 2 * max(width, own)
+            rows_of_warp = tile.rows * tile.k_slice // (tile.warps * own)
+            assert rows_of_warp in (pair, 2 * pair, 4 * pair)
+            assert rows_of_warp <= 8
+            assert n % rows_of_warp == 0
+            assert tile.ahead > 0

@@ -15,7 +15,7 @@ from runtime.ops.configs import Tile, fits
 from runtime.ops.fp8 import Fp8
 from runtime.ops.fused import FusedOps
 from runtime.ops.lowbit import FORMATS, LowBit, dense, quantize
-from runtime.ops.lowbit_linear import lowbit_tile
+from runtime.ops.lowbit_batch import lowbit_tile
 from runtime.ops.tuned import TileKey
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -217,7 +217,7 @@ def test_a_batchs_products_with_int4_weights_are_exact_over_steps_and_splits_tha
     """All but the sums: a bfloat16 x and the codes meet as they are."""
     weight, one = lowbit(random(40, width), "int4", group), torch.ones(width, dtype=torch.bfloat16, device=DEVICE)
     weight = with_zeros(weight) if zeros else weight
-    assert lowbit_tile(weight, batch).splits > 1
+    assert lowbit_tile(weight).splits > 1
     ops, x = FusedOps(DEVICE.type == "cuda", INTERPRETED), random(batch, width).to(DEVICE, torch.bfloat16)
     nothing = Linear(torch.zeros(width, 16, dtype=torch.bfloat16, device=DEVICE))
     x = ops.proj_residual(torch.zeros(batch, 16, dtype=torch.bfloat16, device=DEVICE), nothing, x, one)  # which begins the norm
@@ -228,7 +228,7 @@ def test_a_batchs_products_with_int4_weights_are_exact_over_steps_and_splits_tha
         error = ((ours - products - bias).abs().max() / products.abs().max()).item()
         print(f"error {error:.1e} of the largest product")
         assert error < 1e-5
-    assert len(parts) == lowbit_tile(weight, batch).splits
+    assert len(parts) == lowbit_tile(weight).splits
 
 
 def in_parts(ops, x, norm, qkv):
