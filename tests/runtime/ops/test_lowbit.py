@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.ops import Attention, Linear
+from runtime.ops import Attention, Linear, SlotState
 from runtime.ops.configs import Tile, fits
 from runtime.ops.fp8 import Fp8
 from runtime.ops.fused import FusedOps
@@ -229,6 +229,26 @@ def test_a_batchs_products_with_int4_weights_are_exact_over_steps_and_splits_tha
         print(f"error {error:.1e} of the largest product")
         assert error < 1e-5
     assert len(parts) == lowbit_tile(weight).splits
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES[: 1 if INTERPRETED else 2], ids=str)  # which is slow
+@pytest.mark.parametrize(
+    ("group", "zeros", "width"),
+    [(128, True, 2176), (64, False, 1088), (32, True, 1184), (128, False, 4352), (128, False, 11008), (128, False, 14464)],
+)
+def test_one_rows_products_with_int4_weights_are_right_over_steps_that_do_not_divide(group, zeros, width, dtype):
+    ops, one = FusedOps(DEVICE.type == "cuda", INTERPRETED), torch.ones(width, dtype=dtype, device=DEVICE)
+    weights = (lowbit(random(rows, width), "int4", group) for rows in (40, 96))
+    proj, gate_up = (Linear(with_zeros(weight) if zeros else weight) for weight in weights)
+    table, state = torch.randn(1, width, device=DEVICE).to(dtype), SlotState.allocate(1, DEVICE)
+    state.token.zero_()
+    x, _ = ops.embed(torch.zeros(1, dtype=torch.int32, device=DEVICE), state, table, one, gate_up)  # which begins the norm
+    gate, up = F.linear(F.rms_norm(x.float(), (width,), eps=0.0), gate_up.weight.dense_torch()).chunk(2, -1)
+    close(ops.norm_gate_up(x, one, gate_up, 0.0), F.silu(gate) * up)
+    residual = torch.randn(1, 40, device=DEVICE).to(dtype)
+    out = ops.proj_residual(x, proj, residual, torch.ones(40, dtype=dtype, device=DEVICE))
+    close(out, residual + F.linear(x.float(), proj.weight.dense_torch()))
 
 
 def in_parts(ops, x, norm, qkv):
